@@ -1,0 +1,3 @@
+//! Engine that moves bytes between CPUs.
+
+pub mod schedule;

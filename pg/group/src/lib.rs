@@ -1,0 +1,1 @@
+//! Process groups over the engines.

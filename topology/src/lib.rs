@@ -1,0 +1,1 @@
+//! Pure model of TPU slices. No I/O, no async, no clock.
