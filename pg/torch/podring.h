@@ -1,0 +1,191 @@
+// The C ABI between podring's core (Rust) and its faces. Plain data only: nothing is thrown or unwound across it.
+//
+// The core hands out one PodringCore table through the PyCapsule "podring._core.abi"; whoever takes it must find
+// `abi` equal to PODRING_ABI and `size` at least sizeof(PodringCore). Functions may be called from any thread, with or
+// without the interpreter lock; none takes that lock itself, except through callbacks that the caller supplied.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PODRING_ABI 1
+#define PODRING_CAPSULE "podring._core.abi"
+
+// Results: PODRING_OK, or the kind of error that was written to the PodringError.
+enum PodringStatus {
+  PODRING_OK = 0,
+  PODRING_INVALID = 1,      // the request is wrong by itself: ValueError
+  PODRING_UNSUPPORTED = 2,  // right, but not to be had here: NotImplementedError
+  PODRING_TIMEOUT = 3,      // DistBackendError
+  PODRING_PEER_LOST = 4,    // DistBackendError
+  PODRING_MISMATCH = 5,     // ranks called different things: DistBackendError
+  PODRING_ABORTED = 6,      // aborted, closed, or failed before: DistBackendError
+  PODRING_STORE = 7,        // the launcher's store: DistStoreError
+  PODRING_NETWORK = 8,      // DistNetworkError
+  PODRING_INTERNAL = 9,     // a bug of podring's, caught: DistBackendError
+  PODRING_INTERRUPTED = 10, // the interrupted() callback said so; its own exception is pending
+};
+
+// An error's text, owned by the core: error_free releases it. `message` is UTF-8 with a terminating NUL, or null.
+typedef struct PodringError {
+  int32_t status;
+  char* message;
+} PodringError;
+
+typedef struct PodringGroup PodringGroup;
+typedef struct PodringWork PodringWork;
+
+// Asked about ten times a second in anything that waits: nonzero ends the wait with PODRING_INTERRUPTED. May be null.
+typedef int32_t (*PodringInterrupted)(void* ctx);
+
+// The launcher's store as the caller has it. Each call returns 0, or nonzero after writing a NUL-terminated reason into
+// `why` (at most `why_size` bytes, NUL included). Keys are byte strings without NUL. Calls may come from any thread, one
+// at a time.
+typedef struct PodringStore {
+  void* ctx;
+  int32_t (*set)(void* ctx, const char* key, const uint8_t* value, size_t len, char* why, size_t why_size);
+  // The value of a key that exists: hands it to sink(sink_ctx, value, len) once, before returning.
+  int32_t (*get)(void* ctx, const char* key, void (*sink)(void*, const uint8_t*, size_t), void* sink_ctx, char* why,
+                 size_t why_size);
+  // *present = 1 if all n keys exist, else 0. Never waits.
+  int32_t (*check)(void* ctx, const char* const* keys, size_t n, int32_t* present, char* why, size_t why_size);
+  // Adds to a counter and gives its new value.
+  int32_t (*add)(void* ctx, const char* key, int64_t amount, int64_t* value, char* why, size_t why_size);
+  // Called once, when the core needs the store no more.
+  void (*release)(void* ctx);
+} PodringStore;
+
+typedef struct PodringGroupConfig {
+  uint32_t rank;
+  uint32_t size;
+  const char* name;              // c10d's group name (group_id): the same on all members, unique in the job at a time
+  const uint32_t* global_ranks;  // size entries: each member's rank in the default group; null: 0..size
+  int64_t timeout_ms;            // default for operations, and for forming the group
+  PodringStore store;            // a store private to this group (c10d's PrefixStore)
+  PodringInterrupted interrupted;
+  void* interrupted_ctx;
+} PodringGroupConfig;
+
+// Bits of PodringTensor.flags.
+#define PODRING_CONJ 1u  // torch's lazy conjugate bit is set
+#define PODRING_NEG 2u   // torch's lazy negative bit is set
+
+typedef struct PodringTensor {
+  void* data;              // address of element [0, 0, …]; may be null when there are no elements
+  const int64_t* sizes;    // elements per dimension
+  const int64_t* strides;  // in elements
+  uint32_t dims;
+  uint32_t flags;
+} PodringTensor;
+
+// One side of a part, seen as blocks in rank order. counts null: every tensor is one block. Otherwise there is one
+// tensor, cut into blocks of counts[i] elements.
+typedef struct PodringSide {
+  const PodringTensor* tensors;
+  uint64_t n_tensors;
+  const uint64_t* counts;
+  uint64_t n_counts;
+} PodringSide;
+
+#define PODRING_NO_REDUCTION 255u
+
+typedef struct PodringPart {
+  uint8_t dtype;      // see PodringDType
+  uint8_t reduction;  // c10d's ReduceOp order: SUM 0 AVG 1 PRODUCT 2 MIN 3 MAX 4 BAND 5 BOR 6 BXOR 7 PREMUL_SUM 8
+  double factor;      // PREMUL_SUM's
+  PodringSide inputs;
+  PodringSide outputs;
+} PodringPart;
+
+enum PodringDType {
+  PODRING_U8 = 0, PODRING_I8 = 1, PODRING_I16 = 2, PODRING_I32 = 3, PODRING_I64 = 4, PODRING_U16 = 5,
+  PODRING_U32 = 6, PODRING_U64 = 7, PODRING_BOOL = 8, PODRING_F16 = 9, PODRING_BF16 = 10, PODRING_F32 = 11,
+  PODRING_F64 = 12, PODRING_C64 = 13, PODRING_C128 = 14, PODRING_F8E4M3FN = 15, PODRING_F8E5M2 = 16,
+  PODRING_F8E4M3FNUZ = 17, PODRING_F8E5M2FNUZ = 18, PODRING_F8E8M0FNU = 19, PODRING_C32 = 20,
+};
+
+// What each kind reads (inputs) and writes (outputs), in blocks; n is the group's size. In-place operations name the
+// same tensor on both sides.
+//   all_reduce      in 1, out 1            broadcast   in 1, out 1 (the same tensor on both sides, on every rank)
+//   reduce          in 1, root: out 1      all_gather  in 1, out n
+//   reduce_scatter  in n, out 1            all_to_all  in n, out n
+//   gather          in 1, root: out n      scatter     root: in n; out 1
+//   barrier         no parts               send        in 1               recv   out 1
+enum PodringKind {
+  PODRING_ALL_REDUCE = 0, PODRING_BROADCAST = 1, PODRING_REDUCE = 2, PODRING_ALL_GATHER = 3,
+  PODRING_REDUCE_SCATTER = 4, PODRING_ALL_TO_ALL = 5, PODRING_GATHER = 6, PODRING_SCATTER = 7, PODRING_BARRIER = 8,
+  PODRING_SEND = 9, PODRING_RECV = 10,
+};
+
+typedef struct PodringCollective {
+  uint32_t kind;
+  int32_t root;        // root, or the peer of send and recv; -1 with recv: from any rank. Ranks within the group
+  uint32_t tag;        // send and recv
+  uint32_t n_parts;    // several: a coalesced operation, one launch, all parts of the same kind
+  const PodringPart* parts;
+  int64_t timeout_ms;  // <= 0: the group's
+} PodringCollective;
+
+typedef struct PodringCore {
+  uint32_t abi;   // PODRING_ABI
+  uint32_t size;  // sizeof(PodringCore) of the core
+  const char* version;
+
+  void (*error_free)(PodringError* error);
+
+  // Forms a group: returns when every member is known, or with an error that names the missing ranks.
+  int32_t (*group_create)(const PodringGroupConfig* config, PodringGroup** group, PodringError* error);
+  // Fails everything pending and to come with PODRING_ABORTED and `why`; tells the other members. Does not block.
+  void (*group_abort)(PodringGroup* group, const char* why);
+  // Orderly end of this rank's part: waits (bounded) for what is pending, then closes. The group may not be used after.
+  void (*group_shutdown)(PodringGroup* group);
+  // Gives up the handle. Works outlive it.
+  void (*group_free)(PodringGroup* group);
+  // PODRING_OK, or why the group is broken.
+  int32_t (*group_error)(PodringGroup* group, PodringError* error);
+  void (*group_set_timeout)(PodringGroup* group, int64_t timeout_ms);
+  int64_t (*group_timeout)(PodringGroup* group);
+  // Number of collectives posted so far.
+  uint64_t (*group_sequence)(PodringGroup* group);
+  // torch's monitored_barrier: rank 0 (or every rank) gets PODRING_TIMEOUT naming the first (wait_all: every) missing
+  // rank. Does not break the group.
+  int32_t (*group_monitored_barrier)(PodringGroup* group, int64_t timeout_ms, int32_t wait_all,
+                                     PodringInterrupted interrupted, void* interrupted_ctx, PodringError* error);
+
+  // Starts an operation and returns without waiting for anybody. The core reads and writes the tensors' memory until it
+  // calls drop(keep), exactly once, on any thread, never while holding a lock of its own; also when post itself fails.
+  int32_t (*post)(PodringGroup* group, const PodringCollective* collective, void* keep, void (*drop)(void* keep),
+                  PodringWork** work, PodringError* error);
+
+  // Drives the operation to its end on the calling thread. timeout_ms < 0: until the operation's own deadline; else
+  // PODRING_TIMEOUT after that long, the operation staying under way.
+  int32_t (*work_wait)(PodringWork* work, int64_t timeout_ms, PodringInterrupted interrupted, void* interrupted_ctx,
+                       PodringError* error);
+  // 0 under way, 1 done, 2 failed.
+  int32_t (*work_state)(PodringWork* work);
+  // PODRING_OK unless failed.
+  int32_t (*work_error)(PodringWork* work, PodringError* error);
+  uint64_t (*work_sequence)(PodringWork* work);
+  // A number no other work of this process has or will have.
+  uint64_t (*work_key)(PodringWork* work);
+  int64_t (*work_timeout)(PodringWork* work);
+  // recv: the sender's rank within the group, -1 while unknown or for other operations.
+  int32_t (*work_source)(PodringWork* work);
+  // Calls fn(ctx) exactly once when the work is done or failed: at once on this thread if it is already, else on a thread
+  // of the callback pool, which grows rather than queue behind a callback that waits.
+  void (*work_on_done)(PodringWork* work, void (*fn)(void* ctx), void* ctx);
+  // Fails this work, and with it the group, with PODRING_ABORTED.
+  void (*work_abort)(PodringWork* work);
+  void (*work_free)(PodringWork* work);
+
+  // Before the interpreter ends: waits until no callback runs or is queued (bounded by timeout_ms), then starts no more.
+  // 0 if drained.
+  int32_t (*drain)(int64_t timeout_ms);
+} PodringCore;
+
+#ifdef __cplusplus
+}
+#endif
