@@ -1,3 +1,4 @@
 //! Engine that moves bytes between CPUs.
 
+pub mod kernel;
 pub mod schedule;
