@@ -61,8 +61,7 @@ pub(super) fn two_phase_reduce(planner: &Planner, root: u32, count: usize) -> Sc
     let (me, group) = (planner.place, &planner.everyone);
     let root = root as usize;
     let shards = Shards::new(Region::whole(Space::Input, 0, count), group.len(), planner.granule);
-    let width = planner.element.max(planner.accumulator);
-    let slices = planner.slices(shards.get(0).len, width, 2 * planner.peers(), 4 * planner.peers() + 1);
+    let slices = planner.slices(shards.get(0).len, planner.width(), 2 * planner.peers(), 4 * planner.peers() + 1);
     slices.schedule(|lane, draft| {
         let at = |rank| slices.of(lane, shards.get(rank));
         let sources = draft.exchange(0, group, me, at, at(me), Space::Scratch);

@@ -15,7 +15,14 @@
 
 mod direct;
 mod draft;
+mod hierarchical;
 mod plan;
+mod recursive;
+mod ring;
+pub mod sim;
+#[cfg(test)]
+mod tests;
+mod tree;
 
 pub use plan::{Algorithm, Shape, Tuning, choose, plan, plan_with};
 

@@ -6,7 +6,7 @@ use podring_collective::Kind;
 
 use super::direct::{self, longest};
 use super::draft::{Slices, single};
-use super::{Region, Schedule, Space};
+use super::{Region, Schedule, Space, hierarchical, recursive, ring, tree};
 
 /// What the planner may know of a group. The same on all its ranks, but for `me`.
 #[derive(Clone, Copy, Debug)]
@@ -122,9 +122,8 @@ impl Algorithm {
 pub fn plan(kind: Kind, shape: &Shape, inputs: &[usize], outputs: &[usize], tuning: &Tuning) -> Schedule {
     let planner = Planner::new(shape, tuning);
     let algorithm = planner.choose(kind, inputs, outputs);
-    // Larger groups and several hosts get the direct plan until their own are written.
-    let written = planner.write(algorithm, kind, inputs, outputs);
-    written.or_else(|| planner.write(Algorithm::Direct, kind, inputs, outputs)).unwrap_or_default()
+    // Every kind but the point-to-point ones has the algorithm that is chosen for it; a test goes through all.
+    planner.write(algorithm, kind, inputs, outputs).unwrap_or_default()
 }
 
 /// The schedule by this algorithm, or nothing if it does not apply to the kind or the shape (deterministic or not).
@@ -203,6 +202,32 @@ impl<'a> Planner<'a> {
         self.ranks() - 1
     }
 
+    /// Bytes of temporary memory per element, for raw elements and partial results alike.
+    pub fn width(&self) -> usize {
+        self.element.max(self.accumulator)
+    }
+
+    /// All ranks, those of a host next to each other.
+    pub fn chain(&self) -> Vec<u32> {
+        self.hosts.concat()
+    }
+
+    /// The hosts, the root's first and the root first in it.
+    pub fn rooted(&self, root: u32) -> Vec<Vec<u32>> {
+        let mut hosts = self.hosts.clone();
+        if let Some(at) = hosts.iter().position(|host| host.contains(&root)) {
+            hosts[..=at].rotate_right(1);
+            hosts[0].retain(|&rank| rank != root);
+            hosts[0].insert(0, root);
+        }
+        hosts
+    }
+
+    /// Where this rank stands in an order of all.
+    pub fn place_in(&self, order: &[u32]) -> usize {
+        order.iter().position(|&rank| rank as usize == self.place).unwrap_or_default()
+    }
+
     /// How to cut regions of at most `longest` elements into lanes that need `buffers` slices of temporary memory, with
     /// `width` bytes per element, and have `steps` steps.
     pub fn slices(&self, longest: usize, width: usize, buffers: usize, steps: usize) -> Slices {
@@ -246,14 +271,14 @@ impl<'a> Planner<'a> {
                 Algorithm::Ring
             }
             Kind::AllReduce | Kind::ReduceScatter | Kind::AllGather => Algorithm::Direct,
-            Kind::Reduce { .. } if self.deterministic && (ranks == 2 || bytes < self.tuning.two_phase) => {
-                Algorithm::Direct
+            Kind::Broadcast { .. } | Kind::Reduce { .. } if !flat && (!self.deterministic || !kind.reduces()) => {
+                Algorithm::Hierarchical
             }
-            Kind::Reduce { .. } if self.deterministic => Algorithm::TwoPhase,
-            Kind::Broadcast { .. } | Kind::Reduce { .. } if !flat => Algorithm::Hierarchical,
-            Kind::Broadcast { .. } | Kind::Reduce { .. } if ranks <= 4 && one_host || ranks == 2 => Algorithm::Direct,
-            Kind::Broadcast { .. } | Kind::Reduce { .. } if bytes >= self.tuning.two_phase => Algorithm::TwoPhase,
-            Kind::Broadcast { .. } | Kind::Reduce { .. } if few => Algorithm::Direct,
+            Kind::Reduce { .. } if bytes >= self.tuning.two_phase => Algorithm::TwoPhase,
+            Kind::Reduce { .. } if few || self.deterministic => Algorithm::Direct,
+            Kind::Broadcast { .. } if ranks == 2 || ranks <= 4 && one_host => Algorithm::Direct,
+            Kind::Broadcast { .. } if bytes >= self.tuning.two_phase => Algorithm::TwoPhase,
+            Kind::Broadcast { .. } if few => Algorithm::Direct,
             Kind::Broadcast { .. } | Kind::Reduce { .. } => Algorithm::Tree,
             Kind::Barrier if ranks > 8 => Algorithm::Dissemination,
             _ => Algorithm::Direct,
@@ -278,6 +303,21 @@ impl<'a> Planner<'a> {
             (Algorithm::Direct, Kind::Barrier) => direct::barrier(self),
             (Algorithm::TwoPhase, Kind::Broadcast { root }) => direct::two_phase_broadcast(self, root, inputs[0]),
             (Algorithm::TwoPhase, Kind::Reduce { root }) => direct::two_phase_reduce(self, root, inputs[0]),
+            (Algorithm::RecursiveDoubling, Kind::AllReduce) => recursive::doubling_all_reduce(self, inputs[0]),
+            (Algorithm::RecursiveHalving, Kind::AllReduce) => recursive::halving_all_reduce(self, inputs[0]),
+            (Algorithm::RecursiveHalving, Kind::ReduceScatter) => recursive::halving_reduce_scatter(self, inputs),
+            (Algorithm::Ring, Kind::AllReduce) => ring::all_reduce(self, inputs[0]),
+            (Algorithm::Ring, Kind::AllGather) => ring::all_gather(self, outputs),
+            (Algorithm::Ring, Kind::ReduceScatter) => ring::reduce_scatter(self, inputs),
+            (Algorithm::Tree, Kind::Broadcast { root }) => tree::broadcast(self, root, inputs[0]),
+            (Algorithm::Tree, Kind::Reduce { root }) => tree::reduce(self, root, inputs[0]),
+            (Algorithm::Dissemination, Kind::Barrier) => tree::dissemination_barrier(self),
+            (Algorithm::Hierarchical, _) if self.hosts.len() == 1 => return None,
+            (Algorithm::Hierarchical, Kind::AllReduce) => hierarchical::all_reduce(self, inputs[0]),
+            (Algorithm::Hierarchical, Kind::Broadcast { root }) => hierarchical::broadcast(self, root, inputs[0]),
+            (Algorithm::Hierarchical, Kind::Reduce { root }) => hierarchical::reduce(self, root, inputs[0]),
+            (Algorithm::Hierarchical, Kind::AllGather) => hierarchical::all_gather(self, outputs),
+            (Algorithm::Hierarchical, Kind::ReduceScatter) => hierarchical::reduce_scatter(self, inputs),
             _ => return None,
         })
     }
