@@ -176,14 +176,13 @@ impl Endpoint {
         if !self.items.is_empty() || self.dead.is_some() {
             return false;
         }
-        match &mut self.out {
-            // SAFETY: `data` is readable for `len` bytes: it is a region of a live operation.
-            Out::Shm { writer, bell, .. } if unsafe { writer.push(header, data, len) } => {
-                ring_bell(writer, bell.as_ref());
-                true
-            }
-            _ => false,
+        let Out::Shm { writer, bell, .. } = &mut self.out else { return false };
+        // SAFETY: `data` is readable for `len` bytes: it is a region of a live operation.
+        let pushed = unsafe { writer.push(header, data, len) };
+        if pushed {
+            ring_bell(writer, bell.as_ref());
         }
+        pushed
     }
 
     /// Sends what the link takes now. Sends that are thereby complete are added to `sent`. `Ok(true)` if anything moved.
@@ -289,7 +288,7 @@ impl Endpoint {
 }
 
 /// Bytes of a streamed message per frame in shared memory: a part of the ring, so that reader and writer overlap.
-const SHM_PIECE: usize = 64 << 10;
+pub(crate) const SHM_PIECE: usize = 64 << 10;
 
 fn ring_bell(writer: &Writer, bell: Option<&Guarded>) {
     if let Some(bell) = bell

@@ -18,7 +18,7 @@ use super::ticket::{Callback, Keep, Ticket};
 use super::{Config, net::Net};
 use crate::error::Failure;
 use crate::link::shm;
-use crate::memory::{Buffer, Pool};
+use crate::memory::{Buffer, SharedPool};
 use crate::wire::{Frame, HEADER, Header, HubId, POINT_TO_POINT};
 
 /// Bytes moved or combined in one go, so that the token is never held long without a look at the rest.
@@ -117,7 +117,7 @@ pub(crate) struct Engine {
     pub ready: VecDeque<(OpKey, u32)>,
     pulls: VecDeque<RecvKey>,
     dirty: Vec<u32>,
-    pub memory: Pool,
+    pub memory: SharedPool,
     sent: Vec<SendKey>,
     /// Callbacks of operations that ended, to be run without the lock.
     pub callbacks: Vec<Callback>,
@@ -127,11 +127,12 @@ pub(crate) struct Engine {
     pub ended: u64,
     /// Channels with an inquest open.
     pub inquests: usize,
-    pub spare: Vec<Op>,
+    /// Peers were asked to ring when they write.
+    pub armed: bool,
 }
 
 impl Engine {
-    pub fn new(config: Config, net: Net) -> Self {
+    pub fn new(config: Config, net: Net, memory: SharedPool) -> Self {
         Engine {
             config,
             net,
@@ -148,13 +149,13 @@ impl Engine {
             ready: VecDeque::new(),
             pulls: VecDeque::new(),
             dirty: Vec::new(),
-            memory: Pool::default(),
+            memory,
             sent: Vec::new(),
             callbacks: Vec::new(),
             garbage: Vec::new(),
             ended: 0,
             inquests: 0,
-            spare: Vec::new(),
+            armed: false,
         }
     }
 
@@ -177,6 +178,51 @@ impl Engine {
         }
         moved |= self.run_ready();
         moved
+    }
+
+    /// Asks peers to ring this process's bell. `false`, and nothing asked, if there is work already.
+    pub fn arm(&mut self) -> bool {
+        self.armed = true;
+        let mut work = !self.ready.is_empty() || !self.pulls.is_empty();
+        for peer in &mut self.endpoints {
+            let waiting = peer.has_output();
+            if let Out::Shm { writer, .. } = &mut peer.out
+                && waiting
+            {
+                writer.set_sleeping(true);
+                work |= writer.room().is_some_and(|room| room >= super::endpoint::SHM_PIECE);
+            }
+        }
+        for peer in &self.endpoints {
+            if let In::Shm { reader, .. } = &peer.inbound {
+                reader.set_sleeping(true);
+                work |= reader.has_frame();
+            }
+        }
+        if work {
+            self.disarm();
+        }
+        !work
+    }
+
+    /// Withdraws what [`Engine::arm`] asked.
+    pub fn disarm(&mut self) {
+        if !std::mem::take(&mut self.armed) {
+            return;
+        }
+        for peer in &self.endpoints {
+            if let In::Shm { reader, .. } = &peer.inbound {
+                reader.set_sleeping(false);
+            }
+            if let Out::Shm { writer, .. } = &peer.out {
+                writer.set_sleeping(false);
+            }
+        }
+    }
+
+    /// Steps that wait for nobody.
+    pub fn runnable(&self) -> bool {
+        !self.ready.is_empty() || !self.pulls.is_empty()
     }
 
     fn run_ready(&mut self) -> bool {

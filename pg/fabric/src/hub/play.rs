@@ -55,6 +55,8 @@ struct LaneState {
     offset: usize,
     posted: bool,
     outstanding: u32,
+    /// In the engine's list of lanes to advance.
+    queued: bool,
     scratch: Option<Buffer>,
     partial: Option<Buffer>,
     live: bool,
@@ -91,11 +93,13 @@ impl Op {
         self.record.to_string()
     }
 
-    /// A message of the lane is complete; `true` if the lane can go on.
+    /// A message of the lane is complete; `true` if the lane is to be advanced.
     pub fn message_done(&mut self, lane: u32) -> bool {
         let state = &mut self.lanes[lane as usize];
         state.outstanding -= 1;
-        state.outstanding == 0
+        let go = state.outstanding == 0 && !state.queued;
+        state.queued |= go;
+        go
     }
 
     /// Whether a step still to come exchanges something with `rank`. Messages under way are not counted.
@@ -180,7 +184,6 @@ impl Engine {
             (kind, element, accumulator, inputs, outputs).hash(&mut hash);
         }
         let hash = std::hash::Hasher::finish(&hash);
-        let tuning = self.config.tuning;
         let deterministic = self.config.deterministic;
         let Some(channel) = self.channels.get_mut(&id) else {
             return Arc::new(Planned::empty(kind));
@@ -196,7 +199,7 @@ impl Engine {
         }
         let (me, ranks) = (channel.me, channel.size());
         let shape = schedule::Shape { ranks, me, hosts: &channel.hosts, element, accumulator, deterministic };
-        let schedule = schedule::plan(kind, &shape, inputs, outputs, &tuning);
+        let schedule = schedule::plan(kind, &shape, inputs, outputs, &self.config.tuning);
         let next = (me + 1) % ranks.max(1);
         let tells = schedule.lanes.first().and_then(|lane| lane.rounds.first()).is_some_and(|round| {
             round.steps.iter().any(|step| matches!(step, Step::Send { to, .. } if *to == next))
@@ -228,6 +231,7 @@ impl Engine {
             if !op.next(&mut lane) {
                 break;
             }
+            lane.queued = true;
             op.lanes.push(lane);
             op.live += 1;
             self.ready.push_back((key, op.lanes.len() as u32 - 1));
@@ -249,13 +253,14 @@ impl Engine {
 
     /// Takes a lane as far as it goes without waiting.
     pub fn advance(&mut self, key: OpKey, slot: u32) {
+        if let Some(lane) = self.ops.get_mut(key).and_then(|op| op.lanes.get_mut(slot as usize)) {
+            lane.queued = false;
+        }
+        let mut budget = STEP;
         loop {
             let Some(op) = self.ops.get_mut(key) else { return };
-            if op.failed {
-                return;
-            }
             let lane = &mut op.lanes[slot as usize];
-            if !lane.live || lane.outstanding > 0 {
+            if op.failed || !lane.live {
                 return;
             }
             let plan = op.parts[lane.part as usize].plan.clone();
@@ -283,17 +288,18 @@ impl Engine {
                 op.lanes[slot as usize].outstanding -= 1;
                 continue;
             }
-            // The messages are through; now the local steps, a bounded amount of work at a time.
-            let local = round.steps.iter().filter(|step| matches!(step, Step::Copy { .. } | Step::Reduce { .. }));
-            if let Some(step) = local.clone().nth(lane.step as usize) {
-                let whole = op.local(slot, step);
-                if whole && local.count() == op.lanes[slot as usize].step as usize {
-                    continue;
+            // Local steps don't depend on messages of their own round, so they run while those are under way.
+            let mut local = round.steps.iter().filter(|step| matches!(step, Step::Copy { .. } | Step::Reduce { .. }));
+            if let Some(step) = local.nth(lane.step as usize) {
+                if budget == 0 {
+                    lane.queued = true;
+                    self.ready.push_back((key, slot));
+                    return;
                 }
-                if whole && slot_work(step, &plan) < STEP / 4 {
-                    continue;
-                }
-                self.ready.push_back((key, slot));
+                budget = budget.saturating_sub(op.local(slot, step));
+                continue;
+            }
+            if lane.outstanding > 0 {
                 return;
             }
             lane.round += 1;
@@ -349,6 +355,7 @@ impl Engine {
         lane.live = false;
         let mut next = LaneState::default();
         if op.next(&mut next) {
+            next.queued = true;
             op.lanes[slot as usize] = next;
             self.ready.push_back((key, slot));
             return;
@@ -404,15 +411,6 @@ impl Engine {
     }
 }
 
-/// Bytes a local step touches, roughly.
-fn slot_work(step: &Step, plan: &Planned) -> usize {
-    match step {
-        Step::Copy { into, .. } => into.len * plan.element,
-        Step::Reduce { sources, into } => into.len * plan.element * sources.len(),
-        Step::Send { .. } | Step::Recv { .. } => 0,
-    }
-}
-
 /// Plans kept per channel.
 const PLANS: usize = 256;
 
@@ -461,10 +459,10 @@ impl Op {
         (base.wrapping_add(region.offset * element), region.len * element)
     }
 
-    /// Does a piece of a local step; `true` if that was the last.
-    fn local(&mut self, slot: u32, step: &Step) -> bool {
+    /// Does a piece of a local step; returns the bytes it touched.
+    fn local(&mut self, slot: u32, step: &Step) -> usize {
         let offset = self.lanes[slot as usize].offset;
-        let (len, piece) = match step {
+        let (len, piece, bytes) = match step {
             Step::Copy { from, into } => {
                 let ((from, bytes), (into, _)) = (self.region(slot, from), self.region(slot, into));
                 let piece = STEP.min(bytes - offset);
@@ -472,7 +470,7 @@ impl Op {
                     // SAFETY: regions of this operation, disjoint or the same.
                     unsafe { kernel::copy(into.add(offset), from.add(offset), piece) };
                 }
-                (bytes, if from == into { bytes - offset } else { piece })
+                if from == into { (bytes, bytes - offset, 0) } else { (bytes, piece, piece) }
             }
             Step::Reduce { sources, into } => {
                 let part = &self.parts[self.lanes[slot as usize].part as usize];
@@ -490,17 +488,16 @@ impl Op {
                 // SAFETY: regions of this operation with that many elements; the target is apart from the sources or one
                 // of them.
                 unsafe { kernel::reduce(part.reduction, part.dtype, self.ranks, &from, target, piece) };
-                (into.len, piece)
+                (into.len, piece, piece * part.plan.accumulator * from.len())
             }
-            Step::Send { .. } | Step::Recv { .. } => (0, 0),
+            Step::Send { .. } | Step::Recv { .. } => (0, 0, 0),
         };
         let lane = &mut self.lanes[slot as usize];
         lane.offset += piece;
         if lane.offset >= len {
             lane.offset = 0;
             lane.step += 1;
-            return true;
         }
-        false
+        bytes
     }
 }
