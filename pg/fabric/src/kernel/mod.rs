@@ -9,6 +9,8 @@ mod copy;
 mod element;
 mod narrow;
 mod reduce;
+mod strided;
 
 pub use copy::copy;
 pub use reduce::{Source, Target, reduce};
+pub use strided::{pack, unpack};
