@@ -188,6 +188,10 @@ typedef struct PodringCore {
   // Before the interpreter ends: waits until no callback runs or is queued (bounded by timeout_ms), then starts no more.
   // 0 if drained.
   int32_t (*drain)(int64_t timeout_ms);
+
+  // Optional (there if `size` covers it, and not null). Calls each(ctx, name, bytes) once per kind of memory that the
+  // group, or the process for all its groups, holds at the moment.
+  void (*group_memory)(PodringGroup* group, void (*each)(void* ctx, const char* name, uint64_t bytes), void* ctx);
 } PodringCore;
 
 #ifdef __cplusplus
