@@ -1,5 +1,5 @@
-// What every part of the face needs of the core: its table, its errors as torch's exceptions, and the manners of waiting
-// and of being called from the core's threads while an interpreter is around.
+// What every part of the face needs of the core: its table, its errors as torch's exceptions, and the manners of
+// waiting and of being called from the core's threads while an interpreter is around.
 #pragma once
 
 #include <Python.h>
@@ -86,7 +86,8 @@ class LockReleased {
   PyThreadState* saved_ = nullptr;
 };
 
-// Lets Ctrl-C end a wait. Only the main thread runs Python's signal handlers, so no other asks for the interpreter lock.
+// Lets Ctrl-C end a wait. Only the main thread runs Python's signal handlers, so no other asks for the interpreter
+// lock.
 class Interrupt {
  public:
   static int32_t asked(void* self) noexcept {

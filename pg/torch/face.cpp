@@ -5,9 +5,9 @@
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -28,13 +28,13 @@ TpuBackend::TpuBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, i
     : Backend(rank, size), options_(std::move(options)), who_{rank, size, options_->group_name} {
   init();
   if (size <= 0 || rank < 0 || rank >= size) {
-    raise(PODRING_INVALID, c10::str("group ", who_.group, ": expected a rank from 0 to size - 1, got rank ", rank,
-                                    " of ", size));
+    raise(PODRING_INVALID,
+          c10::str("group ", who_.group, ": expected a rank from 0 to size - 1, got rank ", rank, " of ", size));
   }
   const auto& members = options_->global_ranks_in_group;
   if (!members.empty() && members.size() != static_cast<size_t>(size)) {
-    raise(PODRING_INVALID, c10::str("group ", who_.group, ": expected the global ranks of ", size, " members, got ",
-                                    members.size()));
+    raise(PODRING_INVALID,
+          c10::str("group ", who_.group, ": expected the global ranks of ", size, " members, got ", members.size()));
   }
   const std::vector<uint32_t> ranks = global_ranks();
 
@@ -168,8 +168,8 @@ void TpuBackend::startCoalescing() {
   auto batch = std::make_unique<Batch>();
   batch->thread = std::this_thread::get_id();
   const std::string title = at::hasCallbacks() ? options_->backend + ":coalesced" : std::string();
-  batch->work = c10::make_intrusive<FaceWork>(rank_, OpType::COALESCED, title.empty() ? nullptr : title.c_str(),
-                                              std::nullopt);
+  batch->work =
+      c10::make_intrusive<FaceWork>(rank_, OpType::COALESCED, title.empty() ? nullptr : title.c_str(), std::nullopt);
   batch->work->set_open(true);
   const std::lock_guard<std::mutex> lock(batches_mutex_);
   batches_.push_back(std::move(batch));
@@ -266,12 +266,13 @@ c10::intrusive_ptr<c10d::Work> TpuBackend::reduce_scatter(TensorVector& outputs,
 
 c10::intrusive_ptr<c10d::Work> TpuBackend::reduce_scatter_single(at::Tensor& output, at::Tensor& input,
                                                                  const c10d::ReduceScatterOptions& opts) {
-  return run({PODRING_REDUCE_SCATTER, OpType::_REDUCE_SCATTER_BASE, "reduce_scatter_tensor", opts.timeout, opts.asyncOp},
-             [&](Call& call) {
-               call.begin(output, opts.reduceOp);
-               call.reads_blocks(input, output);
-               call.writes(output);
-             });
+  return run(
+      {PODRING_REDUCE_SCATTER, OpType::_REDUCE_SCATTER_BASE, "reduce_scatter_tensor", opts.timeout, opts.asyncOp},
+      [&](Call& call) {
+        call.begin(output, opts.reduceOp);
+        call.reads_blocks(input, output);
+        call.writes(output);
+      });
 }
 
 c10::intrusive_ptr<c10d::Work> TpuBackend::reduce_scatter_single_coalesced(TensorVector& outputs, TensorVector& inputs,
@@ -455,8 +456,8 @@ void TpuBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_al
   int32_t status = PODRING_OK;
   {
     const LockReleased unlocked;
-    status = core->group_monitored_barrier(group_, timeout, wait_all_ranks ? 1 : 0, &Interrupt::asked, &interrupt,
-                                           &error);
+    status =
+        core->group_monitored_barrier(group_, timeout, wait_all_ranks ? 1 : 0, &Interrupt::asked, &interrupt, &error);
   }
   interrupt.check(status, error);
 }
@@ -485,8 +486,7 @@ at::ScalarType accumulates_in(at::ScalarType type) {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Work> TpuBackend::allreduce_sparse(TensorVector& tensors,
-                                                            const c10d::AllreduceOptions& opts) {
+c10::intrusive_ptr<c10d::Work> TpuBackend::allreduce_sparse(TensorVector& tensors, const c10d::AllreduceOptions& opts) {
   const Call call(who_, {PODRING_ALL_GATHER, OpType::_ALLREDUCE_SPARSE, "sparse_all_reduce", opts.timeout});
   const at::Tensor& tensor = call.only(tensors, "tensor");
   if (!tensor.is_sparse()) {
@@ -521,8 +521,8 @@ c10::intrusive_ptr<c10d::Work> TpuBackend::allreduce_sparse(TensorVector& tensor
       call.refuse(PODRING_MISMATCH, "rank ", rank, " has a sparse tensor of ", theirs[rank][1], " sparse and ",
                   theirs[rank][2], " dense dimensions, sizes ",
                   at::IntArrayRef(&theirs[rank][kHeader], theirs[rank][1] + theirs[rank][2]), ", dtype ",
-                  static_cast<at::ScalarType>(theirs[rank][3]), "; here ", mine.sparse_dim(), " and ",
-                  mine.dense_dim(), ", ", mine.sizes(), ", ", mine.scalar_type());
+                  static_cast<at::ScalarType>(theirs[rank][3]), "; here ", mine.sparse_dim(), " and ", mine.dense_dim(),
+                  ", ", mine.sizes(), ", ", mine.scalar_type());
     }
     const int64_t nnz = theirs[rank][0];
     std::vector<int64_t> shape = mine.values().sizes().vec();

@@ -4,6 +4,7 @@
 // `abi` equal to PODRING_ABI and `size` at least sizeof(PodringCore). Functions may be called from any thread, with or
 // without the interpreter lock; none takes that lock itself, except through callbacks that the caller supplied.
 #pragma once
+// clang-format off: laid out by hand
 #include <stddef.h>
 #include <stdint.h>
 

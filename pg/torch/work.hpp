@@ -20,8 +20,8 @@ namespace podring {
 
 using c10::ivalue::Future;
 
-// The one heap object of an operation: it is also what keeps the tensors alive while the core reads and writes them. The
-// core's reference ends with drop(), so the circle work → operation → work ends with the operation.
+// The one heap object of an operation: it is also what keeps the tensors alive while the core reads and writes them.
+// The core's reference ends with drop(), so the circle work → operation → work ends with the operation.
 class FaceWork final : public c10d::Work {
  public:
   FaceWork(int rank, c10d::OpType type, const char* title, const std::optional<std::vector<at::Tensor>>& inputs)
