@@ -83,6 +83,22 @@ impl Pool {
     }
 }
 
+/// A pool that several threads take from.
+#[derive(Clone, Debug, Default)]
+pub struct SharedPool(std::sync::Arc<parking_lot::Mutex<Pool>>);
+
+impl SharedPool {
+    /// See [`Pool::take`].
+    pub fn take(&self, bytes: usize) -> Buffer {
+        self.0.lock().take(bytes)
+    }
+
+    /// See [`Pool::give`].
+    pub fn give(&self, buffer: Buffer) {
+        self.0.lock().give(buffer);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -33,6 +33,8 @@ pub enum Frame {
     Ledger = 8,
     /// Nothing but a sign of life.
     Ping = 9,
+    /// I have closed this channel.
+    Bye = 10,
 }
 
 impl Frame {
@@ -47,6 +49,7 @@ impl Frame {
             7 => Frame::Abort,
             8 => Frame::Ledger,
             9 => Frame::Ping,
+            10 => Frame::Bye,
             _ => return None,
         })
     }
@@ -230,7 +233,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn headers_round_trip(kind in 1u8..=9, flags: u8, len: u32, words: [u64; 7]) {
+        fn headers_round_trip(kind in 1u8..=10, flags: u8, len: u32, words: [u64; 7]) {
             let header = Header {
                 frame: Frame::from_code(kind).unwrap(), flags, len, channel: words[0], seq: words[1], key: words[2],
                 fingerprint: words[3], total: words[4], addr: words[5], cookie: words[6],
