@@ -26,7 +26,7 @@ pub trait Arithmetic {
     /// The accumulator for a raw element of one rank, with PREMUL_SUM's factor.
     fn lift(&self, raw: &Self::Element) -> Self::Partial;
     /// Combines the next source into what there is of the earlier ones.
-    fn combine(&self, earlier: Self::Partial, next: &Self::Partial) -> Self::Partial;
+    fn combine(&self, earlier: &mut Self::Partial, next: &Self::Partial);
     /// The result: divided for AVG, rounded to the dtype.
     fn finish(&self, total: Self::Partial) -> Self::Element;
 }

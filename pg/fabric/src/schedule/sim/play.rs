@@ -244,21 +244,18 @@ impl<'a, A: Arithmetic> Game<'a, A> {
                 }
             }
             Step::Reduce { sources, into } => {
-                let mut total: Vec<A::Partial> = Vec::new();
+                let arithmetic = self.arithmetic;
+                let mut total: Vec<A::Partial> = Vec::with_capacity(into.len);
                 for &source in sources {
-                    let lifted = match self.read(me, lane, source)? {
-                        Run::Raw(raw) => raw.iter().map(|raw| self.arithmetic.lift(raw)).collect(),
+                    let next = match self.read(me, lane, source)? {
+                        Run::Raw(raw) => raw.iter().map(|raw| arithmetic.lift(raw)).collect(),
                         Run::Partial(partial) => partial,
                     };
-                    total = if total.is_empty() {
-                        lifted
+                    if total.is_empty() {
+                        total = next;
                     } else {
-                        total
-                            .into_iter()
-                            .zip(&lifted)
-                            .map(|(total, next)| self.arithmetic.combine(total, next))
-                            .collect()
-                    };
+                        total.iter_mut().zip(&next).for_each(|(total, next)| arithmetic.combine(total, next));
+                    }
                 }
                 let run = if into.space == Space::Partial {
                     Run::Partial(total)

@@ -100,7 +100,12 @@ fn every_algorithm_at_every_rank_count() {
                 if ranks > 12 {
                     case.tuning.chunk = 128..=256;
                 }
-                assert!(case.run(Some(algorithm), seed as u64), "{algorithm:?} {case:?}");
+                // The largest groups take most of the time: apart and aliased by turns.
+                let applies = match ranks {
+                    ..=32 => case.run(Some(algorithm), seed as u64),
+                    _ => case.try_run(Some(algorithm), (ranks + number).is_multiple_of(2), 3, seed as u64),
+                };
+                assert!(applies, "{algorithm:?} {case:?}");
             }
             let mut case = Case::new(kind, ranks, vec![]);
             case.counts = counts(kind, ranks, ranks + 3, ranks);
