@@ -120,6 +120,9 @@ enum PodringKind {
   PODRING_SEND = 9, PODRING_RECV = 10,
 };
 
+// Bit of PodringCollective.flags: the caller waits for the work at once, so nobody else need be woken to drive it.
+#define PODRING_SYNC 1u
+
 typedef struct PodringCollective {
   uint32_t kind;
   int32_t root;        // root, or the peer of send and recv; -1 with recv: from any rank. Ranks within the group
@@ -127,6 +130,7 @@ typedef struct PodringCollective {
   uint32_t n_parts;    // several: a coalesced operation, one launch, all parts of the same kind
   const PodringPart* parts;
   int64_t timeout_ms;  // <= 0: the group's
+  uint32_t flags;      // PODRING_SYNC
 } PodringCollective;
 
 typedef struct PodringCore {
