@@ -4,6 +4,7 @@
 // `abi` equal to PODRING_ABI and `size` at least sizeof(PodringCore). Functions may be called from any thread, with or
 // without the interpreter lock; none takes that lock itself, except through callbacks that the caller supplied.
 #pragma once
+// clang-format off: laid out by hand
 #include <stddef.h>
 #include <stdint.h>
 
@@ -188,6 +189,10 @@ typedef struct PodringCore {
   // Before the interpreter ends: waits until no callback runs or is queued (bounded by timeout_ms), then starts no more.
   // 0 if drained.
   int32_t (*drain)(int64_t timeout_ms);
+
+  // Optional (there if `size` covers it, and not null). Calls each(ctx, name, bytes) once per kind of memory that the
+  // group, or the process for all its groups, holds at the moment.
+  void (*group_memory)(PodringGroup* group, void (*each)(void* ctx, const char* name, uint64_t bytes), void* ctx);
 } PodringCore;
 
 #ifdef __cplusplus

@@ -189,7 +189,7 @@ impl Endpoint {
     pub fn flush(&mut self, sent: &mut Vec<SendKey>, now: Instant) -> Result<bool, Errno> {
         match &mut self.out {
             Out::Shm { writer, bell, .. } => {
-                let mut moved = false;
+                let (mut moved, mut urgent) = (false, false);
                 while let Some(item) = self.items.front() {
                     let (header, data) = match item {
                         Item::Bare(header) => (header, std::ptr::null()),
@@ -200,8 +200,11 @@ impl Endpoint {
                     if !unsafe { writer.push(header, data, header.len as usize) } {
                         break;
                     }
-                    if let Item::Eager { send, .. } = item {
-                        sent.push(*send);
+                    match item {
+                        Item::Eager { send, .. } => sent.push(*send),
+                        // Reports of failures: an idle peer must hear of them now, not when it next calls something.
+                        Item::Owned { .. } => urgent = true,
+                        Item::Bare(_) => {}
                     }
                     self.items.pop_front();
                     moved = true;
@@ -231,8 +234,10 @@ impl Endpoint {
                         self.streams.rotate_left(1);
                     }
                 }
-                if moved {
-                    ring_bell(writer, bell.as_ref());
+                match bell {
+                    Some(bell) if urgent => ring(bell),
+                    bell if moved => ring_bell(writer, bell.as_ref()),
+                    _ => {}
                 }
                 Ok(moved)
             }

@@ -718,6 +718,11 @@ impl Engine {
         false
     }
 
+    /// Whether a whole message is here already.
+    pub fn came(&self, key: &MatchKey) -> bool {
+        matches!(self.unexpected.get(key), Some(Early { body: Body::Bytes { .. }, .. }))
+    }
+
     /// Waits for a message. `true` if it is here already.
     pub fn receive(&mut self, op: OpKey, lane: u32, key: MatchKey, data: *mut u8, len: usize) -> bool {
         let endpoint = key.endpoint;
