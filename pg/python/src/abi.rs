@@ -130,11 +130,8 @@ pub struct Core {
     work_abort: unsafe extern "C" fn(*mut Work),
     work_free: unsafe extern "C" fn(*mut Work),
     drain: unsafe extern "C" fn(i64) -> i32,
-    group_memory: unsafe extern "C" fn(
-        *mut ProcessGroup,
-        unsafe extern "C" fn(*mut c_void, *const c_char, u64),
-        *mut c_void,
-    ),
+    group_memory:
+        unsafe extern "C" fn(*mut ProcessGroup, unsafe extern "C" fn(*mut c_void, *const c_char, u64), *mut c_void),
 }
 
 // SAFETY: function pointers and a pointer to a static string.

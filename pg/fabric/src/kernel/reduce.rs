@@ -76,7 +76,8 @@ pub(super) struct Detected;
 impl Level for Detected {
     #[inline(always)]
     unsafe fn run<E: Element, O: Op<E::Acc>, const SCALED: bool>(job: &Job<'_>) {
-        // aarch64 has NEON at its base level, which is the default version. `fma` is left out: nothing may use it.
+        // aarch64 has NEON at its base level, which is the default version. Levels that have fused multiply-adds leave them
+        // unused: the compiler contracts nothing on its own.
         #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+f16c", "x86_64+avx2+bmi1+bmi2+f16c"))]
         unsafe fn run<E: Element, O: Op<E::Acc>, const SCALED: bool>(job: &Job<'_>) {
             // SAFETY: passed on.
