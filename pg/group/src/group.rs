@@ -244,6 +244,12 @@ impl ProcessGroup {
         self.0.process.hub.failure(self.0.channel).map(|failure| self.failed(failure))
     }
 
+    /// Memory the process holds for all its groups, in bytes, by kind.
+    pub fn memory(&self) -> [(&'static std::ffi::CStr, u64); 2] {
+        let (rings, pooled) = self.0.process.hub.memory();
+        [(c"shared_memory", rings as u64), (c"pooled", pooled as u64)]
+    }
+
     /// Starts an operation. `keep` is dropped when its memory is no longer used, also if this fails. With `sync` the
     /// caller waits at once. `timeout` `None`: the group's.
     pub fn post(

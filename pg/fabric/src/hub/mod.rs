@@ -325,6 +325,14 @@ impl Hub {
         self.with(|engine| engine.channels.get(&id).map_or(0, |channel| channel.pending))
     }
 
+    /// Bytes of shared memory this process made for links, and bytes kept for reuse.
+    pub fn memory(&self) -> (usize, usize) {
+        if self.check_fork().is_err() {
+            return (0, 0);
+        }
+        (self.with(|engine| engine.shared_memory()), self.0.memory.kept())
+    }
+
     fn with<R>(&self, act: impl FnOnce(&mut Engine) -> R) -> R {
         let mut engine = self.0.engine.lock();
         let result = act(&mut engine);
