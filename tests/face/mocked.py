@@ -679,14 +679,26 @@ def leave(how: str) -> int:
     if how == "ended-late":
         # Runs after podring's own: the operation ends on a thread that must not enter the interpreter any more.
         atexit_before_ours.append(lambda: mock.mock_end(0))
-    elif how == "ended-soon":
-        mock.mock_end_later(0)
+    elif how == "ended-in-finalization":
+        # As before, but now CPython kills a thread that wants its lock, and with it the process.
+        sys.modules["last"] = Last("last", mock.mock_end)
     elif how == "forked":
         child = os.fork()
         if child == 0:
             return 7
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return 7
+
+
+class Last(types.ModuleType):
+    """A module that acts when the interpreter clears it away."""
+
+    def __init__(self, name: str, act: Callable[[int], object]) -> None:
+        super().__init__(name)
+        self.act = act
+
+    def __del__(self) -> None:
+        self.act(0)
 
 
 atexit_before_ours: list[Callable[[], object]] = []
