@@ -4,11 +4,8 @@ use super::*;
 use crate::error::Kind;
 use crate::store::MemoryStore;
 use podring_collective::{Blocks, DType, Layout, Part, Reduction, Tensor};
+use podring_fabric::hub;
 use smallvec::SmallVec;
-
-fn rank_process(config: hub::Config) -> Source {
-    Source::Own(Arc::new(process_over(Hub::start(config).unwrap(), fork::generation())))
-}
 
 /// Runs `body` as each rank of a new group; panics are passed on.
 fn run<R: Send>(
@@ -32,10 +29,11 @@ fn run<R: Send>(
                         timeout,
                         store: Arc::new(store),
                     };
-                    let group = ProcessGroup::form_in(rank_process(config), form, || false).unwrap();
+                    let runtime = Runtime::start(config).unwrap();
+                    let group = ProcessGroup::form(&runtime, form, || false).unwrap();
                     let result = body(&group);
                     group.shutdown();
-                    group.0.process.hub.shut();
+                    runtime.stop();
                     result
                 })
             })
