@@ -20,9 +20,9 @@ use std::time::{Duration, Instant};
 use crossbeam_queue::SegQueue;
 use parking_lot::{Mutex, MutexGuard};
 use podring_collective::{Collective, Layout};
+use podring_kernel as kernel;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
-use podring_kernel as kernel;
 use smallvec::SmallVec;
 
 pub use config::{BadSetting, Config};
