@@ -660,6 +660,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   take_core();
   ExitGate::follow_forks();
   m.attr("torch_version") = TORCH_VERSION;
+  // torch asks a group that is bound to a device, on the ranks that a new subgroup leaves out, for this.
+  py::class_<TpuBackend, c10::intrusive_ptr<TpuBackend>, c10d::Backend>(m, "TpuBackend")
+      .def(
+          "perform_nocolor_split", [](TpuBackend&, const py::object&) {}, py::arg("device"),
+          "Nothing: a subgroup is formed by its members alone.");
   m.def("create", &create, py::arg("opts"), py::arg("backend_options") = py::none(), py::arg("name") = "tpu",
         "The backend for one group; forms the group with its other members.");
   m.def("drain", &drain, py::arg("timeout"),

@@ -6,8 +6,8 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use podring_collective::{DType, Reduction};
-use podring_fabric::kernel::{Source, Target, copy, reduce};
+use podring_collective::{DType, Layout, Reduction};
+use podring_fabric::kernel::{Source, Target, copy, pack, reduce, unpack};
 
 /// The most that one step of the engine moves.
 const CHUNK: usize = 256 << 10;
@@ -35,6 +35,7 @@ fn main() {
         }
     };
     copies(&show);
+    layouts(&show);
     reductions(&show);
 }
 
@@ -46,6 +47,49 @@ fn copies(show: &dyn Fn(&str, &dyn Fn() -> f64)) {
             // SAFETY: two vectors of `bytes` bytes.
             time(2 * bytes, || unsafe { copy(black_box(target.as_mut_ptr()), source.as_ptr(), bytes) })
         });
+    }
+}
+
+fn layouts(show: &dyn Fn(&str, &dyn Fn() -> f64)) {
+    for dtype in [DType::U8, DType::BF16, DType::F32, DType::F64, DType::C128] {
+        let numel = 16 * CHUNK / dtype.size();
+        let side = 1i64 << (numel.ilog2() / 2);
+        let other = numel as i64 / side;
+        let forms: [(&str, &[i64], &[i64]); 5] = [
+            ("transposed", &[side, other], &[1, side]),
+            ("rows-of-a-wider", &[side, other / 2], &[other, 1]),
+            ("columns-of-2", &[numel as i64 / 4, 2], &[4, 1]),
+            ("every-second", &[numel as i64 / 2], &[2]),
+            ("channels-last", &[numel as i64 / 3 / 1024, 3, 1024], &[3 * 1024, 1, 3]),
+        ];
+        for (form, sizes, strides) in forms {
+            let layout = Layout { sizes: sizes.into(), strides: strides.into(), conj: false, neg: false };
+            let count = layout.numel().unwrap_or(0);
+            let mut tensor = vec![1u8; numel * dtype.size()];
+            let mut flat = vec![1u8; count * dtype.size()];
+            let (tensor, flat) = (tensor.as_mut_ptr(), flat.as_mut_ptr());
+            let step = CHUNK / dtype.size();
+            let ranges = || (0..count).step_by(step).map(|start| start..count.min(start + step));
+            let bytes = 2 * count * dtype.size();
+            show(&format!("pack {dtype} {form}"), &|| {
+                time(bytes, || {
+                    for range in ranges() {
+                        let at = flat.wrapping_add(range.start * dtype.size());
+                        // SAFETY: the layout lies within `tensor`, and `flat` holds all its elements.
+                        unsafe { pack(&layout, dtype, tensor, at, range) };
+                    }
+                })
+            });
+            show(&format!("unpack {dtype} {form}"), &|| {
+                time(bytes, || {
+                    for range in ranges() {
+                        let at = flat.wrapping_add(range.start * dtype.size());
+                        // SAFETY: as above.
+                        unsafe { unpack(&layout, dtype, at, tensor, range) };
+                    }
+                })
+            });
+        }
     }
 }
 

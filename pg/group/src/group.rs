@@ -1,91 +1,23 @@
 //! A process group: the operations of one set of ranks, in the order they are called.
 
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex as StdMutex};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use podring_collective::{Collective, Kind as Op};
 use podring_fabric::error::Failure;
-use podring_fabric::fork;
-use podring_fabric::hub::{self, Call, Callback, ChannelSpec, Hub, Keep, State, Ticket, Waited};
-use rustc_hash::FxHashMap;
+use podring_fabric::hub::{Call, Callback, ChannelSpec, Keep, State, Ticket, Waited};
 
 use crate::error::Error;
 use crate::membership::StoreMembership;
+use crate::runtime::{Process, Runtime};
 use crate::store::Store;
-use crate::watchdog::{Watchdog, Watched};
-use crate::world::{Current, Forming, World, channel, form};
+use crate::watchdog::Watched;
+use crate::world::{Forming, World, channel, form};
 
 /// How long an orderly end waits for what is under way.
 const LINGER: Duration = Duration::from_secs(5);
-
-/// What a process has of podring: its hub and what groups share.
-struct Process {
-    hub: Hub,
-    watchdog: Arc<Watchdog>,
-    current: Mutex<Current>,
-    /// How often a group of each name was made.
-    epochs: Mutex<FxHashMap<String, u64>>,
-    generation: u32,
-}
-
-/// The process's, made by the first group. Forked children make their own; the parent's is left alone, since its locks
-/// may be held by threads that don't exist in the child.
-static PROCESS: AtomicPtr<Process> = AtomicPtr::new(std::ptr::null_mut());
-static MAKING: AtomicU32 = AtomicU32::new(u32::MAX);
-
-fn process() -> Result<&'static Process, Error> {
-    loop {
-        let known = PROCESS.load(Ordering::Acquire);
-        // SAFETY: set once to a leaked box, never freed.
-        if let Some(process) = unsafe { known.as_ref() }
-            && process.generation == fork::generation()
-        {
-            return Ok(process);
-        }
-        // One thread makes it. A maker's mark from before a fork doesn't count.
-        let generation = fork::generation();
-        let mark = MAKING.load(Ordering::Acquire);
-        if mark == generation {
-            std::thread::yield_now();
-            continue;
-        }
-        if MAKING.compare_exchange(mark, generation, Ordering::AcqRel, Ordering::Acquire).is_err() {
-            continue;
-        }
-        let made = make(generation);
-        if let Ok(process) = &made {
-            PROCESS.store(std::ptr::from_ref::<Process>(process).cast_mut(), Ordering::Release);
-        }
-        MAKING.store(u32::MAX, Ordering::Release);
-        return made;
-    }
-}
-
-fn make(generation: u32) -> Result<&'static Process, Error> {
-    let hub = Hub::start(hub::Config::from_lookup(|name| std::env::var(name).ok())?)?;
-    Ok(Box::leak(Box::new(process_over(hub, generation))))
-}
-
-fn process_over(hub: Hub, generation: u32) -> Process {
-    Process {
-        hub,
-        watchdog: Arc::new(Watchdog::default()),
-        current: Mutex::new(Current::default()),
-        epochs: Mutex::new(FxHashMap::default()),
-        generation,
-    }
-}
-
-pub(crate) fn drain(limit: Duration) -> bool {
-    let known = PROCESS.load(Ordering::Acquire);
-    // SAFETY: as in `process`.
-    match unsafe { known.as_ref() } {
-        Some(process) if process.generation == fork::generation() => process.hub.callbacks().drain(limit),
-        _ => true,
-    }
-}
 
 /// What makes a group.
 pub struct Config {
@@ -104,7 +36,7 @@ pub struct Config {
 }
 
 struct Inner {
-    process: Source,
+    process: Arc<Process>,
     name: String,
     rank: u32,
     size: u32,
@@ -123,25 +55,6 @@ struct Inner {
     _watched: Arc<Watched>,
 }
 
-/// Where a group's process-wide state is: the real process's, or a test's own.
-enum Source {
-    Global(&'static Process),
-    #[cfg(test)]
-    Own(Arc<Process>),
-}
-
-impl std::ops::Deref for Source {
-    type Target = Process;
-
-    fn deref(&self) -> &Process {
-        match self {
-            Source::Global(process) => process,
-            #[cfg(test)]
-            Source::Own(process) => process,
-        }
-    }
-}
-
 /// A process group.
 #[derive(Clone)]
 pub struct ProcessGroup(Arc<Inner>);
@@ -150,11 +63,8 @@ impl ProcessGroup {
     /// Forms a group: returns when every member is known.
     ///
     /// Within a default group that podring formed, a group is a function of its members, and nobody is waited for.
-    pub fn form(config: Config, interrupted: impl FnMut() -> bool) -> Result<Self, Error> {
-        Self::form_in(Source::Global(process()?), config, interrupted)
-    }
-
-    fn form_in(process: Source, config: Config, interrupted: impl FnMut() -> bool) -> Result<Self, Error> {
+    pub fn form(runtime: &Runtime, config: Config, interrupted: impl FnMut() -> bool) -> Result<Self, Error> {
+        let process = runtime.0.clone();
         let Config { rank, size, name, global_ranks, timeout, store } = config;
         process.hub.check_fork()?;
         let epoch = {

@@ -4,11 +4,8 @@ use super::*;
 use crate::error::Kind;
 use crate::store::MemoryStore;
 use podring_collective::{Blocks, DType, Layout, Part, Reduction, Tensor};
+use podring_fabric::hub;
 use smallvec::SmallVec;
-
-fn rank_process(config: hub::Config) -> Source {
-    Source::Own(Arc::new(process_over(Hub::start(config).unwrap(), fork::generation())))
-}
 
 /// Runs `body` as each rank of a new group; panics are passed on.
 fn run<R: Send>(
@@ -32,10 +29,11 @@ fn run<R: Send>(
                         timeout,
                         store: Arc::new(store),
                     };
-                    let group = ProcessGroup::form_in(rank_process(config), form, || false).unwrap();
+                    let runtime = Runtime::start(config).unwrap();
+                    let group = ProcessGroup::form(&runtime, form, || false).unwrap();
                     let result = body(&group);
                     group.shutdown();
-                    group.0.process.hub.shut();
+                    runtime.stop();
                     result
                 })
             })
@@ -126,7 +124,8 @@ fn moves(group: &ProcessGroup) {
 
         let sent: Vec<usize> = (0..size).map(|to| base * (rank + 2 * to)).collect();
         let got: Vec<usize> = (0..size).map(|from| base * (from + 2 * rank)).collect();
-        let mut source: Vec<i64> = sent.iter().enumerate().flat_map(|(to, &n)| vec![(rank * 10 + to) as i64; n]).collect();
+        let mut source: Vec<i64> =
+            sent.iter().enumerate().flat_map(|(to, &n)| vec![(rank * 10 + to) as i64; n]).collect();
         let mut target = vec![-1i64; got.iter().sum()];
         let exchange = one(
             Op::AllToAll,
@@ -136,7 +135,8 @@ fn moves(group: &ProcessGroup) {
             Blocks::cut(tensor(&mut target), &got),
         );
         finish(group, exchange).unwrap();
-        let expected: Vec<i64> = got.iter().enumerate().flat_map(|(from, &n)| vec![(from * 10 + rank) as i64; n]).collect();
+        let expected: Vec<i64> =
+            got.iter().enumerate().flat_map(|(from, &n)| vec![(from * 10 + rank) as i64; n]).collect();
         assert_eq!(target, expected);
 
         for root in 0..size {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use podring_collective::{Blocks, Collective, DType, Kind as Op, Layout, Part, Reduction, Tensor};
-use podring_group::{Config, Error, Keep, Kind, ProcessGroup, State, Store, StoreError, Work};
+use podring_group::{Config, Error, Keep, Kind, ProcessGroup, Runtime, State, Store, StoreError, Work};
 use smallvec::SmallVec;
 
 /// PODRING_ABI.
@@ -130,11 +130,8 @@ pub struct Core {
     work_abort: unsafe extern "C" fn(*mut Work),
     work_free: unsafe extern "C" fn(*mut Work),
     drain: unsafe extern "C" fn(i64) -> i32,
-    group_memory: unsafe extern "C" fn(
-        *mut ProcessGroup,
-        unsafe extern "C" fn(*mut c_void, *const c_char, u64),
-        *mut c_void,
-    ),
+    group_memory:
+        unsafe extern "C" fn(*mut ProcessGroup, unsafe extern "C" fn(*mut c_void, *const c_char, u64), *mut c_void),
 }
 
 // SAFETY: function pointers and a pointer to a static string.
@@ -329,7 +326,7 @@ unsafe extern "C" fn group_create(raw: *const RawConfig, out: *mut *mut ProcessG
             timeout: duration(raw.timeout_ms),
             store,
         };
-        let group = ProcessGroup::form(config, asks(raw.interrupted, raw.interrupted_ctx))?;
+        let group = ProcessGroup::form(&Runtime::global()?, config, asks(raw.interrupted, raw.interrupted_ctx))?;
         // SAFETY: the caller's place for the handle.
         unsafe { out.write(Box::into_raw(Box::new(group))) };
         Ok(())
@@ -584,7 +581,7 @@ unsafe extern "C" fn work_free(handle: *mut Work) {
 }
 
 unsafe extern "C" fn drain(timeout_ms: i64) -> i32 {
-    sheltered(1, || i32::from(!podring_group::drain(duration(timeout_ms))))
+    sheltered(1, || i32::from(!Runtime::drain(duration(timeout_ms))))
 }
 
 unsafe extern "C" fn group_memory(

@@ -16,9 +16,7 @@ fn cli_main(py: Python<'_>, args: Vec<OsString>) -> i32 {
 fn table(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
     let address = std::ptr::from_ref(&abi::CORE).cast_mut().cast();
     // SAFETY: a static table and a static name, both valid for ever; no destructor.
-    unsafe {
-        Bound::from_owned_ptr_or_err(py, pyo3::ffi::PyCapsule_New(address, abi::CAPSULE.as_ptr(), None))
-    }
+    unsafe { Bound::from_owned_ptr_or_err(py, pyo3::ffi::PyCapsule_New(address, abi::CAPSULE.as_ptr(), None)) }
 }
 
 #[pymodule]

@@ -643,9 +643,10 @@ impl Shared {
         }
     }
 
-    /// The last waiter leaves: the progress thread takes over if there is something to do.
+    /// The last waiter leaves: the progress thread takes over if there is something to do. If there isn't, it looks after
+    /// the sockets again when its nap is over.
     fn hand_over(&self) {
-        if self.busy.load(Ordering::SeqCst) || !self.inbox.is_empty() || self.progress.load(Ordering::SeqCst) == PARKED {
+        if self.busy.load(Ordering::SeqCst) || !self.inbox.is_empty() {
             self.wake_progress();
         }
     }

@@ -12,11 +12,25 @@ pub(super) trait Element {
     type Factor: Copy;
     /// `Acc` is another type than `Stored`.
     const WIDENS: bool = false;
+    /// This is float16, for which there are conversion instructions.
+    const IS_F16: bool = false;
+    /// Two neighbours can be read and written as one word, which spares the shuffles of widening and narrowing.
+    const PAIRS: bool = false;
 
     /// Reads an element.
     fn load(stored: Self::Stored) -> Self::Acc;
     /// The final element: rounded, NaN canonical.
     fn store(acc: Self::Acc) -> Self::Stored;
+    /// Two elements, in order, from the word they make up. For [`Element::PAIRS`] only.
+    #[inline(always)]
+    fn load_pair(_: u32) -> [Self::Acc; 2] {
+        unreachable!()
+    }
+    /// The word of two final elements. For [`Element::PAIRS`] only.
+    #[inline(always)]
+    fn store_pair(_: [Self::Acc; 2]) -> u32 {
+        unreachable!()
+    }
     /// The partial result that travels: NaN canonical.
     fn settle(acc: Self::Acc) -> Self::Acc;
     /// Multiplies by PREMUL_SUM's factor.
@@ -241,7 +255,7 @@ floats! {
 }
 
 macro_rules! narrow_floats {
-    ($($(#[$doc:meta])* $name:ident: $stored:ty, $from:path, $to:path;)*) => {$(
+    ($($(#[$doc:meta])* $name:ident: $stored:ty, $from:path, $to:path, {$($more:tt)*};)*) => {$(
         $(#[$doc])*
         pub(super) struct $name;
 
@@ -250,6 +264,7 @@ macro_rules! narrow_floats {
             type Acc = f32;
             type Factor = f32;
             const WIDENS: bool = true;
+            $($more)*
 
             #[inline(always)]
             fn load(stored: $stored) -> f32 { $from(stored) }
@@ -269,13 +284,26 @@ macro_rules! narrow_floats {
 
 narrow_floats! {
     /// IEEE half precision.
-    F16: u16, narrow::from_f16, narrow::to_f16;
+    F16: u16, narrow::from_f16, narrow::to_f16, {
+        const IS_F16: bool = true;
+    };
     /// bfloat16.
-    BF16: u16, narrow::from_bf16, narrow::to_bf16;
+    BF16: u16, narrow::from_bf16, narrow::to_bf16, {
+        const PAIRS: bool = true;
+
+        #[inline(always)]
+        fn load_pair(word: u32) -> [f32; 2] {
+            narrow::from_bf16_pair(word)
+        }
+        #[inline(always)]
+        fn store_pair(pair: [f32; 2]) -> u32 {
+            narrow::to_bf16_pair(pair)
+        }
+    };
     /// 8-bit float, finite plus NaN.
-    E4M3FN: u8, narrow::from_e4m3fn, narrow::to_e4m3fn;
+    E4M3FN: u8, narrow::from_e4m3fn, narrow::to_e4m3fn, {};
     /// 8-bit float, IEEE-like.
-    E5M2: u8, narrow::from_e5m2, narrow::to_e5m2;
+    E5M2: u8, narrow::from_e5m2, narrow::to_e5m2, {};
 }
 
 /// A complex number, for the product only: sums are those of twice as many reals.

@@ -7,6 +7,8 @@
 
 mod copy;
 mod element;
+#[cfg(test)]
+mod levels;
 mod narrow;
 mod reduce;
 mod strided;

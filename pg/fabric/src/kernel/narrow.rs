@@ -68,18 +68,101 @@ pub(super) fn from_f16(bits: u16) -> f32 {
     f32::from_bits(magnitude | u32::from(bits & 0x8000) << 16)
 }
 
+/// [`from_f16`] for `count` numbers at any alignment, by F16C instructions.
+///
+/// # Safety
+/// `from` must be readable and `into` writable for `count` numbers, disjoint; the CPU must have F16C.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx,f16c")]
+pub(super) unsafe fn widen_f16s(into: *mut f32, from: *const u16, count: usize) {
+    use std::arch::x86_64::{_mm_loadu_si128, _mm256_cvtph_ps, _mm256_storeu_ps};
+    let whole = count / 8 * 8;
+    for at in (0..whole).step_by(8) {
+        // SAFETY: eight numbers of each.
+        unsafe { _mm256_storeu_ps(into.add(at), _mm256_cvtph_ps(_mm_loadu_si128(from.add(at).cast()))) };
+    }
+    for at in whole..count {
+        // SAFETY: one number of each.
+        unsafe { into.add(at).write_unaligned(from_f16(from.add(at).read_unaligned())) };
+    }
+}
+
+/// [`to_f16`] for `count` numbers at any alignment, by F16C instructions.
+///
+/// # Safety
+/// `from` must be readable and `into` writable for `count` numbers, disjoint; the CPU must have F16C.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx,f16c")]
+pub(super) unsafe fn narrow_f16s(into: *mut u16, from: *const f32, count: usize) {
+    use std::arch::x86_64::{
+        _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_storeu_si128, _mm256_blendv_ps, _mm256_cmp_ps, _mm256_cvtps_ph,
+        _mm256_loadu_ps, _mm256_set1_ps,
+    };
+    let nan = _mm256_set1_ps(f32::from_bits(NAN));
+    let whole = count / 8 * 8;
+    for at in (0..whole).step_by(8) {
+        // SAFETY: eight numbers of each.
+        unsafe {
+            let values = _mm256_loadu_ps(from.add(at));
+            let values = _mm256_blendv_ps(values, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(values, values));
+            _mm_storeu_si128(into.add(at).cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(values));
+        }
+    }
+    for at in whole..count {
+        // SAFETY: one number of each.
+        unsafe { into.add(at).write_unaligned(to_f16(from.add(at).read_unaligned())) };
+    }
+}
+
+/// No level of other architectures says that it has F16C.
+///
+/// # Safety
+/// Isn't called.
+#[cfg(not(target_arch = "x86_64"))]
+pub(super) unsafe fn widen_f16s(_: *mut f32, _: *const u16, _: usize) {
+    unreachable!()
+}
+
+/// As [`widen_f16s`].
+///
+/// # Safety
+/// Isn't called.
+#[cfg(not(target_arch = "x86_64"))]
+pub(super) unsafe fn narrow_f16s(_: *mut u16, _: *const f32, _: usize) {
+    unreachable!()
+}
+
+/// float32 → bfloat16, in the upper half; the lower half is arbitrary.
+#[inline(always)]
+fn to_upper_bf16(value: f32) -> u32 {
+    let bits = value.to_bits();
+    let rounded = bits.wrapping_add(0x7fff).wrapping_add((bits >> 16) & 1);
+    if value.is_nan() { NAN } else { rounded }
+}
+
 /// float32 → bfloat16.
 #[inline(always)]
 pub(super) fn to_bf16(value: f32) -> u16 {
-    let bits = value.to_bits();
-    let rounded = bits.wrapping_add(0x7fff).wrapping_add((bits >> 16) & 1) >> 16;
-    (if (bits & MAGNITUDE) as i32 > INFINITY as i32 { NAN >> 16 } else { rounded }) as u16
+    (to_upper_bf16(value) >> 16) as u16
 }
 
 /// bfloat16 → float32, exact.
 #[inline(always)]
 pub(super) fn from_bf16(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
+}
+
+/// Two bfloat16 as one word → float32: lower half, upper half. Which of them comes first in memory is the machine's
+/// byte order's affair and the same for [`to_bf16_pair`].
+#[inline(always)]
+pub(super) fn from_bf16_pair(word: u32) -> [f32; 2] {
+    [f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000)]
+}
+
+/// float32 → two bfloat16 as one word: lower half, upper half.
+#[inline(always)]
+pub(super) fn to_bf16_pair([lower, upper]: [f32; 2]) -> u32 {
+    to_upper_bf16(lower) >> 16 | to_upper_bf16(upper) & 0xffff_0000
 }
 
 /// float32 → float8_e4m3fn.

@@ -3,10 +3,12 @@
 use std::mem::MaybeUninit;
 
 use multiversion::multiversion;
+use multiversion::target::target_cfg_f;
 use podring_collective::{DType, Reduction};
 
 use super::copy;
 use super::element::{And, BF16, Bool, Complex, E4M3FN, E5M2, Element, F16, Max, Min, Op, Or, Product, Sum, Xor};
+use super::narrow;
 
 /// Elements to combine.
 #[derive(Clone, Copy, Debug)]
@@ -36,7 +38,7 @@ pub enum Target {
 ///   factor rounded to that precision; AVG divides the sum.
 /// - MIN and MAX give NaN if any source is NaN, and take -0.0 for less than +0.0.
 /// - A NaN is written as the positive quiet NaN without payload, so that results don't depend on the CPU. The one
-///   exception: a single raw source to a raw target with nothing to multiply or divide is copied as it is.
+///   exception: a single source of the target's type with nothing to multiply or divide is copied as it is.
 ///
 /// A pair of dtype and reduction for which [`Reduction::supports`] is false does nothing.
 ///
@@ -69,16 +71,17 @@ pub(super) trait Level {
 }
 
 /// The best level that this CPU has.
-struct Detected;
+pub(super) struct Detected;
 
 impl Level for Detected {
     #[inline(always)]
     unsafe fn run<E: Element, O: Op<E::Acc>, const SCALED: bool>(job: &Job<'_>) {
-        // aarch64 has NEON at its base level, which is the default version. `fma` is left out: nothing may use it.
-        #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2+bmi1+bmi2+lzcnt+popcnt"))]
+        // aarch64 has NEON at its base level, which is the default version. Levels that have fused multiply-adds leave them
+        // unused: the compiler contracts nothing on its own.
+        #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+f16c", "x86_64+avx2+bmi1+bmi2+f16c"))]
         unsafe fn run<E: Element, O: Op<E::Acc>, const SCALED: bool>(job: &Job<'_>) {
             // SAFETY: passed on.
-            unsafe { combine::<E, O, SCALED>(job) }
+            unsafe { combine::<E, O, SCALED, { target_cfg_f!(target_feature = "f16c") }>(job) }
         }
         // SAFETY: passed on.
         unsafe { run::<E, O, SCALED>(job) }
@@ -197,46 +200,66 @@ const BLOCK: usize = 8192;
 #[repr(C, align(64))]
 struct Block(MaybeUninit<[u8; BLOCK]>);
 
-/// The body of every level.
+/// The body of every level. `F16C` says that the level has instructions to convert float16.
 #[inline(always)]
-pub(super) unsafe fn combine<E: Element, O: Op<E::Acc>, const SCALED: bool>(job: &Job<'_>) {
+pub(super) unsafe fn combine<E: Element, O: Op<E::Acc>, const SCALED: bool, const F16C: bool>(job: &Job<'_>) {
     let factor = E::factor(job.factor);
-    let load = |stored: E::Stored| {
-        let acc = E::load(stored);
-        if SCALED { E::scale(acc, factor) } else { acc }
-    };
-    let fold = |acc: E::Acc, stored: E::Stored| O::apply(acc, load(stored));
+    let scale = |acc: E::Acc| if SCALED { E::scale(acc, factor) } else { acc };
+    let load = |stored: E::Stored| scale(E::load(stored));
     // Where partial results have the raw elements' type they are read by the same loops, unless these multiply.
     let widened = |source: &Source| (E::WIDENS || SCALED) && source.partial;
+    let by_instruction = const { E::IS_F16 && F16C };
 
     if let ([a, b], Target::Raw(into), None) = (job.sources, job.target, job.divide)
+        && !by_instruction
         && !widened(a)
         && !widened(b)
     {
-        let (a, b, into) = (a.data.cast(), b.data.cast(), into.cast::<E::Stored>());
+        let mut done = 0;
+        if E::PAIRS {
+            let pairs = job.count / 2;
+            let (a, b, into) = (a.data.cast(), b.data.cast(), into.cast());
+            // SAFETY: the caller's promise; two elements of `Stored` are one u32.
+            unsafe {
+                zip_in_place(into, a, b, pairs, |a: u32, b: u32| {
+                    let ([a0, a1], [b0, b1]) = (E::load_pair(a), E::load_pair(b));
+                    E::store_pair([O::apply(scale(a0), scale(b0)), O::apply(scale(a1), scale(b1))])
+                });
+            }
+            done = 2 * pairs;
+        }
+        let (a, b) = (a.data.cast::<E::Stored>().wrapping_add(done), b.data.cast::<E::Stored>().wrapping_add(done));
+        let into = into.cast::<E::Stored>().wrapping_add(done);
+        let count = job.count - done;
         // SAFETY: the caller's promise about sources and target.
-        return unsafe { zip_in_place(into, a, b, job.count, |a, b| E::store(O::apply(load(a), load(b)))) };
+        return unsafe { zip_in_place(into, a, b, count, |a, b| E::store(O::apply(load(a), load(b)))) };
     }
 
-    let mut block = Block(MaybeUninit::uninit());
+    let (mut block, mut second) = (Block(MaybeUninit::uninit()), Block(MaybeUninit::uninit()));
     let acc = block.0.as_mut_ptr().cast::<E::Acc>();
+    let wide = second.0.as_mut_ptr().cast::<E::Acc>();
     let step = const { BLOCK / size_of::<E::Acc>() };
     let mut done = 0;
     while done < job.count {
         let count = step.min(job.count - done);
         let raw = |source: &Source| source.data.cast::<E::Stored>().wrapping_add(done);
         let partial = |source: &Source| source.data.cast::<E::Acc>().wrapping_add(done);
-        // SAFETY: `done + count` elements of each source and the target are the caller's to give, and the block holds
-        // `count` accumulators; all are written by the first pass before any is read.
+        // SAFETY: `done + count` elements of each source and the target are the caller's to give, and the blocks hold
+        // `count` accumulators each; these are written before they are read. Only float16 is converted by instruction.
         unsafe {
             let rest = match job.sources {
-                [a, b, rest @ ..] if !widened(a) && !widened(b) => {
+                [a, b, rest @ ..] if !by_instruction && !widened(a) && !widened(b) => {
                     zip(acc, raw(a), raw(b), count, |a, b| O::apply(load(a), load(b)));
                     rest
                 }
                 [a, rest @ ..] => {
                     if widened(a) {
                         map(acc, partial(a), count, |partial: E::Acc| partial);
+                    } else if by_instruction {
+                        narrow::widen_f16s(acc.cast(), raw(a).cast(), count);
+                        if SCALED {
+                            map(acc, acc, count, scale);
+                        }
                     } else {
                         map(acc, raw(a), count, load);
                     }
@@ -247,14 +270,20 @@ pub(super) unsafe fn combine<E: Element, O: Op<E::Acc>, const SCALED: bool>(job:
             for source in rest {
                 if widened(source) {
                     zip_in_place(acc, acc, partial(source), count, O::apply);
+                } else if by_instruction {
+                    narrow::widen_f16s(wide.cast(), raw(source).cast(), count);
+                    zip_in_place(acc, acc, wide, count, |acc, wide| O::apply(acc, scale(wide)));
                 } else {
-                    zip_in_place(acc, acc, raw(source), count, fold);
+                    zip_in_place(acc, acc, raw(source), count, |acc, stored| O::apply(acc, load(stored)));
                 }
             }
             if let Some(ranks) = job.divide {
                 E::divide(std::slice::from_raw_parts_mut(acc, count), ranks);
             }
             match job.target {
+                Target::Raw(into) if by_instruction => {
+                    narrow::narrow_f16s(into.cast::<u16>().wrapping_add(done), acc.cast(), count);
+                }
                 Target::Raw(into) => map(into.cast::<E::Stored>().wrapping_add(done), acc, count, E::store),
                 Target::Partial(into) => map(into.cast::<E::Acc>().wrapping_add(done), acc, count, E::settle),
             }

@@ -172,34 +172,86 @@ unsafe fn move_line<T: Copy, const PACK: bool>(strided: *mut T, flat: *mut T, co
     }
 }
 
-/// Moves several lines as tiles, in which both memories' cache lines are used up while they are near: `height` lines,
-/// `pitch` apart on the strided side, of `length` elements that are `stride` apart there.
+/// Moves several lines together: `height` of them, `pitch` apart on the strided side, with `length` elements that are
+/// `stride` apart there.
 unsafe fn move_lines<T: Copy, const PACK: bool>(
     strided: *mut T,
     flat: *mut T,
     (height, pitch): Dim,
     (length, stride): Dim,
 ) {
-    let tile = const { 64 / size_of::<T>() };
-    for top in (0..height).step_by(tile) {
-        let rows = tile.min(height - top);
-        for left in (0..length).step_by(TILE_WIDTH) {
-            let columns = TILE_WIDTH.min(length - left);
-            for column in left..left + columns {
-                let strided = strided.wrapping_offset(top as isize * pitch + column as isize * stride);
-                let flat = flat.wrapping_add(top * length + column);
+    let width = const { tile_width(size_of::<T>()) };
+    let at = |row: usize, column: usize| strided.wrapping_offset(row as isize * pitch + column as isize * stride);
+    for top in (0..height).step_by(width) {
+        let rows = width.min(height - top);
+        let flat = flat.wrapping_add(top * length);
+        if length < width {
+            for column in 0..length {
                 for row in 0..rows {
-                    let strided = strided.wrapping_offset(row as isize * pitch);
                     // SAFETY: an element of one of the lines.
-                    unsafe { move_one::<T, PACK>(strided, flat.wrapping_add(row * length)) };
+                    unsafe { move_one::<T, PACK>(at(top + row, column), flat.wrapping_add(row * length + column)) };
                 }
+            }
+            continue;
+        }
+        for left in (0..length).step_by(width) {
+            // SAFETY: a part of the lines.
+            unsafe {
+                let (strided, flat) = (at(top, left), flat.wrapping_add(left));
+                move_tile::<T, PACK>(strided, flat, (rows, pitch), (width.min(length - left), stride), length);
             }
         }
     }
 }
 
-/// Columns of a tile. Few, since columns a power of two apart share a cache set of 8 or 12 ways.
-const TILE_WIDTH: usize = 8;
+/// Rows and columns of a tile: a cache line's worth of elements, or a few.
+const fn tile_width(size: usize) -> usize {
+    if size > 8 { 8 } else { 64 / size }
+}
+
+/// Moves a tile by way of the stack, so that each cache line on either side is touched once, in one go: lines a power of
+/// two apart share a cache set, and would evict each other before they are used up. Flat lines are `length` long.
+#[inline(always)]
+unsafe fn move_tile<T: Copy, const PACK: bool>(
+    strided: *mut T,
+    flat: *mut T,
+    (rows, pitch): Dim,
+    (columns, stride): Dim,
+    length: usize,
+) {
+    #[repr(C, align(64))]
+    struct Tile(MaybeUninit<[u8; 4096]>);
+    let width = const { tile_width(size_of::<T>()) };
+    const { assert!(tile_width(size_of::<T>()).pow(2) * size_of::<T>() <= size_of::<Tile>()) };
+    let mut tile = Tile(MaybeUninit::uninit());
+    let tile = tile.0.as_mut_ptr().cast::<T>();
+    // SAFETY: the tile has `width` rows of `width`; the elements are the caller's. A packed element is in the tile before
+    // its row is copied out, an unpacked one after its row was copied in.
+    unsafe {
+        let line = |row: usize| {
+            let (flat, tile) = (flat.wrapping_add(row * length).cast::<u8>(), tile.add(row * width).cast::<u8>());
+            let (from, into) = if PACK { (tile, flat) } else { (flat, tile) };
+            if columns == width {
+                // A size known to the compiler needs no call.
+                std::ptr::copy_nonoverlapping(from, into, const { tile_width(size_of::<T>()) * size_of::<T>() });
+            } else {
+                std::ptr::copy_nonoverlapping(from, into, columns * size_of::<T>());
+            }
+        };
+        if !PACK {
+            (0..rows).for_each(line);
+        }
+        for column in 0..columns {
+            let strided = strided.wrapping_offset(column as isize * stride);
+            for row in 0..rows {
+                move_one::<T, PACK>(strided.wrapping_offset(row as isize * pitch), tile.add(row * width + column));
+            }
+        }
+        if PACK {
+            (0..rows).for_each(line);
+        }
+    }
+}
 
 /// Conjugates and negates `count` contiguous elements. Applied twice it changes nothing.
 unsafe fn flip(dtype: DType, conj: bool, neg: bool, data: *mut u8, count: usize) {

@@ -53,7 +53,7 @@ pub fn narrow(dtype: DType, value: f32) -> u16 {
 fn nearest(value: f32, of: impl Fn(usize) -> f64, last: usize) -> u16 {
     let magnitude = f64::from(value.abs()).min(of(last));
     let distance = |code: usize| (of(code) - magnitude).abs();
-    let better = |a: usize, b: usize| distance(b) < distance(a) || (distance(b) == distance(a) && b % 2 == 0);
+    let better = |a: usize, b: usize| distance(b) < distance(a) || (distance(b) == distance(a) && b.is_multiple_of(2));
     let code = (0..=last).reduce(|a, b| if better(a, b) { b } else { a }).unwrap();
     code as u16 | if value.is_sign_negative() { 0x80 } else { 0 }
 }

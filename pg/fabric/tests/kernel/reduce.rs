@@ -56,10 +56,10 @@ fn fill(random: &mut Random, dtype: DType, count: usize) -> Vec<u8> {
         let value = match style {
             0 => None,
             1 => Some(ordinary),
-            _ => Some(if any % 4 == 0 { special } else { ordinary }),
+            _ => Some(if any.is_multiple_of(4) { special } else { ordinary }),
         };
         match (dtype, value) {
-            (DType::Bool, _) => bytes.push(if any % 2 == 0 { 0 } else { (any >> 8) as u8 }),
+            (DType::Bool, _) => bytes.push(if any.is_multiple_of(2) { 0 } else { (any >> 8) as u8 }),
             (_, None) => bytes.extend_from_slice(&any.to_ne_bytes()[..dtype.size().min(8)]),
             (DType::F64 | DType::C128, Some(value)) => bytes.extend_from_slice(&value.to_ne_bytes()),
             (DType::F32 | DType::C64, Some(value)) => bytes.extend_from_slice(&(value as f32).to_ne_bytes()),

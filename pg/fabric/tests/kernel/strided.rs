@@ -110,7 +110,7 @@ fn range(drawn: &Drawn) -> std::ops::Range<usize> {
     let numel = drawn.layout.numel().unwrap();
     let (a, b) = (drawn.range.0.index(numel + 1), drawn.range.1.index(numel + 1));
     // Often the whole.
-    if drawn.seed % 3 == 0 { 0..numel } else { a.min(b)..a.max(b) }
+    if drawn.seed.is_multiple_of(3) { 0..numel } else { a.min(b)..a.max(b) }
 }
 
 fn at(origin: usize, layout: &Layout, index: usize, size: usize) -> usize {
