@@ -202,6 +202,13 @@ PROGRAMS = Path(__file__).parent / "programs"
 """Small jobs for what needs fresh interpreters."""
 
 
+def new_group(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
+    """dist.new_group for a rank that is a member."""
+    group = dist.new_group(*args, **kwargs)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def free_port() -> int:
     """A TCP port that was free a moment ago."""
     with socket.socket() as probe:
@@ -214,7 +221,7 @@ def run_job(
     program: str, ranks: int, *args: str, timeout: float = 60.0, env: Mapping[str, str] | None = None
 ) -> list[processes.Program]:
     """Runs tests/programs/`program BACKEND args…` once per rank, in fresh interpreters with RANK and WORLD_SIZE set."""
-    command = [sys.executable, PROGRAMS / program, BACKEND, *args]
+    command: list[str | Path] = [sys.executable, PROGRAMS / program, BACKEND, *args]
 
     def one(rank: int) -> processes.Program:
         ids = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}

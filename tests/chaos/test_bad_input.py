@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def gathered(n: int, dtype: torch.dtype = torch.float32) -> None:
     dist.all_gather_into_tensor(torch.empty(3 * n, dtype=dtype), torch.ones(n, dtype=dtype))
 
 
-MISMATCHES = {
+MISMATCHES: dict[str, tuple[str, Callable[[], object], Callable[[], object]]] = {
     "count": ("all_reduce", lambda: dist.all_reduce(torch.ones(8)), lambda: dist.all_reduce(torch.ones(9))),
     "large count": (
         "all_reduce",
@@ -157,7 +158,7 @@ def test_root_outside_the_group() -> None:
 def test_use_after_destroy() -> None:
     def body() -> list[str]:
         group = dist.distributed_c10d._get_default_group()
-        backend = group._get_backend(torch.device("cpu"))
+        backend: Any = group._get_backend(torch.device("cpu"))
         dist.destroy_process_group()
         errors = []
         calls: list[Callable[[], object]] = [

@@ -33,6 +33,7 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
 
     import torch
+    import torch._dynamo  # optimizers import it on first use, in every rank anew
     import torch.distributed as dist
 
     dist.Backend._ensure_backend_registered(args.backend)

@@ -36,7 +36,7 @@ def test_collective_inside_a_callback() -> None:
 def test_callbacks_three_deep_and_many_at_once() -> None:
     def body() -> list[float]:
         # A group each: callbacks run in any order, and within a group all ranks must post in the same one.
-        groups = [dist.new_group() for _ in range(24)]
+        groups = [harness.new_group() for _ in range(24)]
 
         def chain(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
             def again(future: torch.futures.Future[Any]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.harness import run
 
-Op = dist.ReduceOp.RedOpType
+Op: Any = dist.ReduceOp
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64, torch.uint8)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool)

@@ -2,8 +2,8 @@
 
     python make_narrow_floats.py
 
-The files lie beside this script: `to_<dtype>.txt` has lines of a float32 and the rounded number, `from_<dtype>.txt` of a
-number and its float32, all as hexadecimal bits. NaNs are in them as torch writes them.
+The files lie beside this script: `to_<dtype>.txt` has lines of a float32 and the rounded number, `from_<dtype>.txt` of
+a number and its float32, all as hexadecimal bits. NaNs are in them as torch writes them.
 """
 
 from pathlib import Path
