@@ -95,7 +95,7 @@ pub(crate) struct Request {
 unsafe impl Send for Request {}
 
 /// A message for a channel that doesn't exist here yet.
-struct Orphan {
+pub(crate) struct Orphan {
     endpoint: u32,
     header: Header,
     body: Body,
@@ -108,7 +108,7 @@ pub(crate) struct Engine {
     pub by_hub: FxHashMap<HubId, u32>,
     pub channels: FxHashMap<u64, Channel>,
     closed: VecDeque<u64>,
-    orphans: FxHashMap<u64, Vec<Orphan>>,
+    pub orphans: FxHashMap<u64, Vec<Orphan>>,
     pub ops: SlotMap<OpKey, Op>,
     pub sends: SlotMap<SendKey, Sending>,
     pub recvs: SlotMap<RecvKey, Receiving>,
@@ -928,10 +928,12 @@ impl Engine {
 
     /// Nothing more comes from or goes to a process. What it sent before is used.
     pub fn lose(&mut self, endpoint: u32, how: String) {
-        if self.endpoints[endpoint as usize].dead.is_some() {
+        let peer = &mut self.endpoints[endpoint as usize];
+        if peer.dead.is_some() || std::mem::replace(&mut peer.ending, true) {
             return;
         }
         tracing::debug!(endpoint, how, "peer lost");
+        self.hear_out(endpoint);
         self.endpoints[endpoint as usize].dead = Some(how.clone());
         // What it wrote before it died is still in the ring.
         while self.read_ring(endpoint, BURST) {}
