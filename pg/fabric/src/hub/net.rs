@@ -76,7 +76,10 @@ impl Net {
         let epoll = Guarded::new(epoll::create(CreateFlags::CLOEXEC).map_err(HubError::system("epoll_create"))?);
         let bell = new_bell().map_err(HubError::system("eventfd"))?;
         let local = Guarded::new(shm::listener(me).map_err(HubError::system("Unix socket"))?);
-        let (remote, port) = tcp::listener(port).map_err(HubError::system("TCP listener"))?;
+        let (remote, port) = tcp::listener(port).map_err(|errno| match port {
+            0 => HubError::system("TCP listener")(errno),
+            port => HubError::Port { port, source: errno.into() },
+        })?;
         let remote = Guarded::new(remote);
         let found = tcp::addresses().map_err(|source| HubError::System { what: "interface addresses", source })?;
         let watch = HubError::system("epoll_ctl");
@@ -604,6 +607,32 @@ mod tests {
         receiver.lose(from, "its process ended".into());
         assert!(receiver.endpoints[from as usize].dead.is_some());
         assert_eq!(receiver.orphans.get(&CHANNEL).map(Vec::len), Some(1));
+    }
+
+    #[test]
+    fn addresses_that_nobody_answers_at_are_passed_over() {
+        let [mut caller, mut called] = ["a", "b"].map(engine);
+        let unused = tcp::listener(0).unwrap().1;
+        let to = caller.endpoint(called.net.me);
+        let mut address = called.net.address.clone();
+        address.tcp.retain(|tcp| tcp.ip().is_loopback());
+        address.tcp.insert(0, ([127, 0, 0, 2], unused).into());
+        caller.endpoints[to as usize].address = Some(address);
+        caller.push_item(to, Item::Bare(Header::new(Frame::Ping, 0)));
+        let end = Instant::now() + Duration::from_secs(5);
+        while called.net.tcp_links == 0 {
+            caller.drive();
+            caller.poll_sockets();
+            called.poll_sockets();
+            assert!(Instant::now() < end);
+        }
+    }
+
+    #[test]
+    fn taken_port_is_named() {
+        let (_taken, port) = tcp::listener(0).unwrap();
+        let net = Net::new(HubId(1), "a".into(), "machine".into(), "a".into(), port);
+        assert!(net.is_err_and(|error| error.to_string().contains(&port.to_string())));
     }
 
     #[test]
