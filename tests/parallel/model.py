@@ -98,10 +98,19 @@ def alone(steps: int = 3, clip: float | None = None) -> dict[str, Tensor]:
     return state(net)
 
 
+def close(got: Tensor, want: Tensor, name: str, tolerance: float = 1e-5) -> None:
+    """Equal to the tolerance, absolute and relative; else an error that says which tensor differs and where."""
+
+    def message(text: str) -> str:
+        return f"{name}: {text}"
+
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance, msg=message)
+
+
 def same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     """Equal names and, to the tolerance, equal values; and training has moved them."""
     assert got.keys() == want.keys()
     for name in want:
-        torch.testing.assert_close(got[name], want[name], atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        close(got[name], want[name], name, tolerance)
     begun = state(Net())
     assert any((got[name] - begun[name]).abs().max() > 2 * tolerance for name in begun if name in got)

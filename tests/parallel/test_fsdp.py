@@ -105,9 +105,10 @@ def meta(shape: tuple[int, ...]) -> None:
     # Whole states on rank 0, as checkpoints take them.
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model_state = get_model_state_dict(net, options=options)
-    momenta = get_optimizer_state_dict(net, optimizer, options=options)
+    momenta: Any = get_optimizer_state_dict(net, optimizer, options=options)
     if dist.get_rank() == 0:
-        same(model_state, alone())
+        whole: Any = model_state
+        same(whole, alone())
         plain = Net()
         reference = sgd(plain.parameters())
         train(plain, reference)
@@ -144,8 +145,24 @@ def test_fsdp2_accumulates(four: World) -> None:
     four.run(accumulated)
 
 
+def divided() -> None:
+    net = sharded(Net(), grid(4))
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(4.0)
+    train(net, sgd(net.parameters()), dist.get_rank(), 4)
+    same(state(net), alone())
+
+
+def test_fsdp2_divide_factor(four: World) -> None:
+    """TorchTitan's way, PREMUL_SUM: with a factor of the rank count, parameters against one process's."""
+    four.run(divided)
+
+
 def by_column() -> None:
-    net = sharded(Net(), grid(2), shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 2 == 0 else None)
+    net = sharded(
+        Net(), grid(2), shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 2 == 0 else None
+    )
     assert any(p.placements == (Shard(1),) for p in net.parameters() if isinstance(p, DTensor))
     train(net, sgd(net.parameters()), dist.get_rank(), 2)
     same(state(net), alone())

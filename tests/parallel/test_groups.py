@@ -39,7 +39,7 @@ def members(group: Any) -> list[int]:
 def subsets() -> None:
     rank = dist.get_rank()
     for ranks in ([0, 1, 2, 3], [0], [3], [1, 2], [0, 3], [0, 2, 3]):
-        group = dist.new_group(ranks)
+        group: Any = dist.new_group(ranks)
         if rank not in ranks:
             assert group is NOT_A_MEMBER
             continue
@@ -74,12 +74,11 @@ def test_unordered_and_local(four: World) -> None:
 
 
 def twins() -> None:
-    first, second, everybody = new_group([0, 1, 2, 3]), new_group([0, 1, 2, 3]), dist.group.WORLD
-    assert first.group_name != second.group_name
+    groups: list[Any] = [new_group([0, 1, 2, 3]), new_group([0, 1, 2, 3]), dist.group.WORLD]
+    assert groups[0].group_name != groups[1].group_name
     rank = dist.get_rank()
     for turn in range(20):
         tensors = [torch.full((1000,), float(rank + 10 * k + turn)) for k in range(3)]
-        groups = [first, second, everybody]
         # Each rank starts them in an order of its own: only the order within a group matters.
         order = [(k + rank + turn) % 3 for k in range(3)]
         works = {k: dist.all_reduce(tensors[k], group=groups[k], async_op=True) for k in order}
@@ -95,7 +94,7 @@ def test_same_members_in_three_groups(four: World) -> None:
 
 
 def timeouts() -> None:
-    group = new_group([0, 1], timeout=timedelta(seconds=1)) if dist.get_rank() < 2 else dist.new_group([0, 1])
+    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if dist.get_rank() == 0:
         with pytest.raises(dist.DistBackendError, match=r"(?i)tim(ed|e) ?out"):
             dist.all_reduce(torch.ones(1), group=group)
@@ -123,7 +122,7 @@ def a_thousand() -> dict[str, tuple[list[str], int]]:
     dist.destroy_process_group(new_group([0, 1]))
     time.sleep(0.2)
     before = resources()
-    alive = [new_group([0, 1]) for _ in range(50)]
+    alive = [new_group([0, 1]) for _ in range(1000)]
     for number, group in enumerate(alive):
         tensor = torch.full((1,), float(number))
         dist.all_reduce(tensor, group=group)
@@ -131,25 +130,21 @@ def a_thousand() -> dict[str, tuple[list[str], int]]:
     during = resources()
     for group in alive:
         dist.destroy_process_group(group)
-    for number in range(950):
-        group = new_group([0, 1])
-        if number % 50 == 0:
-            assert total(group) == 3.0
-        dist.destroy_process_group(group)
     assert total() == 3.0
     assert len(os.listdir("/proc/self/task")) <= len(before[0]) + 2
-    return {"before": before, "50 alive": during, "after 1,000": resources()}
+    return {"before": before, "alive": during, "after": resources()}
 
 
 def test_a_thousand_groups(two: World) -> None:
-    """1,000 groups made, used and destroyed: threads and descriptors of the process are those from before."""
+    """1,000 groups made, all used, and destroyed: sums, and threads and descriptors of the process against those from
+    before."""
     for rank, seen in enumerate(two.run(a_thousand, timeout=90)):
-        assert seen["50 alive"] == seen["after 1,000"] == seen["before"], f"rank {rank}: {seen}"
+        assert seen["alive"] == seen["after"] == seen["before"], f"rank {rank}: {seen}"
 
 
 def splits() -> None:
     rank = dist.get_rank()
-    half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    half: Any = dist.split_group(split_ranks=[[0, 1], [2, 3]])
     mine = [0, 1] if rank < 2 else [2, 3]
     assert members(half) == mine
     assert total(half) == sum(r + 1 for r in mine)
@@ -173,7 +168,7 @@ def test_split_group(four: World) -> None:
     four.run(splits)
 
 
-def meshes(shape: tuple[int, ...], override: dict[str, str] | None) -> None:
+def meshes(shape: tuple[int, ...], override: dict[Any, Any] | None) -> None:
     names = ("a", "b", "c")[: len(shape)]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=dict(override) if override else None)
     rank, grid = dist.get_rank(), torch.arange(torch.Size(shape).numel()).reshape(shape)
@@ -261,7 +256,8 @@ def tpu_and_gloo() -> None:
         assert members(mesh.get_group(name)) == want
         # The CPU's tensors go over gloo; ours exists beside it and carries a collective too.
         tensor = torch.full((2,), float(rank))
-        mesh.get_group(name)._get_backend(torch.device("tpu")).allreduce([tensor]).wait()
+        backend: Any = mesh.get_group(name)._get_backend(torch.device("tpu"))
+        backend.allreduce([tensor]).wait()
         assert tensor.tolist() == [float(sum(want))] * 2
     dist.destroy_process_group()
 

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
     pipeline,
 )
 
-from tests.parallel.model import CLASSES, WIDTH, Block, batch, full
+from tests.parallel.model import CLASSES, WIDTH, Block, batch, close, full
 from tests.parallel.world import World
 
 MICRO = 8
@@ -46,7 +46,7 @@ def reference(count: int, x: Tensor, y: Tensor) -> tuple[list[nn.Module], Tensor
 def compare(mine: nn.Module, want: nn.Module) -> None:
     for (name, got), plain in zip(mine.named_parameters(), want.parameters(), strict=True):
         assert got.grad is not None and plain.grad is not None, name
-        torch.testing.assert_close(full(got.grad), plain.grad, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        close(full(got.grad), plain.grad, name)
 
 
 KINDS: dict[str, tuple[Any, int]] = {
@@ -70,7 +70,8 @@ def scheduled(name: str) -> None:
     schedule = kind(stages if each > 1 else stages[0], n_microbatches=MICRO, loss_fn=F.cross_entropy)
     losses: list[Tensor] = []
     args = (x,) if rank == 0 else ()
-    output = schedule.step(*args, **({"target": y, "losses": losses} if rank == ranks - 1 else {}))
+    last: dict[str, Any] = {"target": y, "losses": losses} if rank == ranks - 1 else {}
+    output = schedule.step(*args, **last)
     for index in indices:
         compare(mine[index], want[index])
     if rank == ranks - 1:
@@ -84,6 +85,11 @@ def test_schedule(four: World, name: str) -> None:
     four.run(scheduled, name)
 
 
+def ends(stage: int, x: Tensor, y: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """What the first of two stages, and the last, give to step()."""
+    return ((x,), {}) if stage == 0 else ((), {"target": y})
+
+
 def traced() -> None:
     x, y = batch(0, size=2 * MICRO)
     whole = nn.Sequential(*layers(2))
@@ -94,7 +100,8 @@ def traced() -> None:
     schedule = Schedule1F1B(stage, MICRO, loss_fn=F.cross_entropy)
     for _ in range(2):
         stage.submod.zero_grad()
-        schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank == 1 else {}))
+        args, last = ends(rank, x, y)
+        schedule.step(*args, **last)
     compare(cut.get_stage_module(rank), want[rank])
 
 
@@ -112,8 +119,8 @@ def with_fsdp() -> None:
     fully_shard(mine, mesh=mesh["dp"])
     stage = PipelineStage(mine, pp, 2, torch.device("cpu"), group=mesh.get_group("pp"))
     schedule = Schedule1F1B(stage, MICRO, loss_fn=F.cross_entropy)
-    part_x, part_y = x.chunk(2)[dp], y.chunk(2)[dp]
-    schedule.step(*((part_x,) if pp == 0 else ()), **({"target": part_y} if pp == 1 else {}))
+    args, last = ends(pp, x.chunk(2)[dp], y.chunk(2)[dp])
+    schedule.step(*args, **last)
     compare(mine, want[pp])
 
 

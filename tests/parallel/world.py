@@ -100,9 +100,7 @@ class World:
             if all(answer or end for answer, end in zip(answers, ended, strict=True)) or time.monotonic() > until:
                 break
             processes.wait_any(self._running, until)
-        return [
-            answer or ("died" if end else "did not end", None) for answer, end in zip(answers, ended, strict=True)
-        ]
+        return [answer or ("died" if end else "did not end", None) for answer, end in zip(answers, ended, strict=True)]
 
 
 def _of_the_scenario(text: str) -> Iterator[str]:
