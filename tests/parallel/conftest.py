@@ -23,3 +23,11 @@ def four() -> Iterator[World]:
     world = World(4)
     yield world
     world.close()
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[World]:
+    """Four ranks on two hosts played on this one: between them bytes travel over TCP."""
+    world = World(4, lambda rank: {"PODRING_HOST_ID": f"host{rank // 2}"})
+    yield world
+    world.close()

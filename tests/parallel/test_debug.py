@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,10 @@ def profiled() -> dict[str, list[Any]]:
         if event.name.startswith(f"{BACKEND}:"):
             rows.setdefault(event.name, []).append(event.input_shapes)
             assert event.cpu_time_total >= 0
-    where = Path(f"trace{os.getpid()}.json")
-    try:
+    with tempfile.TemporaryDirectory() as directory:
+        where = Path(directory) / "trace.json"
         prof.export_chrome_trace(str(where))
         trace = json.loads(where.read_text())["traceEvents"]
-    finally:
-        where.unlink(missing_ok=True)
     comms = [event["args"] for event in trace if event.get("name") == "record_param_comms"]
     rows["record_param_comms"] = [
         (args["Collective name"], args["In msg nelems"], args["Out msg nelems"], args["Group size"], args["dtype"])
@@ -121,4 +120,5 @@ def test_detail_finds_a_mismatch() -> None:
     """DETAIL compares shapes before the collective: both ranks get the error that says so."""
     for end in attempt(disagreeing, 2, init=False, env=DETAIL, timeout=30):
         assert end.error is not None and end.error.is_a("RuntimeError"), end
-        assert "mismatch" in end.error.message or "[4]" in end.error.message, end.error.message
+        assert "Detected mismatch between collectives on ranks" in end.error.message, end.error.message
+        assert "shapes: 3vs 4" in end.error.message or "shapes: 4vs 3" in end.error.message, end.error.message

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests import processes
-from tests.harness import BACKEND, GRACE, RanksFailed
+from tests.harness import BACKEND, GRACE, RankEnv, RanksFailed
 
 OP_TIMEOUT = 30.0
 """Seconds that the default group gives a collective."""
@@ -32,11 +32,11 @@ LEAVE = 10.0
 
 
 class World:
-    """`ranks` processes with a default group."""
+    """`ranks` processes with a default group; rank_env(rank) is put into each one's environment first."""
 
-    def __init__(self, ranks: int, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, ranks: int, rank_env: RankEnv | None = None) -> None:
         self.ranks = ranks
-        self._env = dict(env or {})
+        self._rank_env = rank_env or (lambda rank: {})
         self._running: list[processes.Rank] = []
         self._directory: Path | None = None
 
@@ -85,7 +85,7 @@ class World:
         store = self._directory / "store"
 
         def rank_main(rank: int) -> Callable[[processes.Connection], None]:
-            return lambda pipe: _serve(pipe, rank, self.ranks, store, self._env)
+            return lambda pipe: _serve(pipe, rank, self.ranks, store, self._rank_env(rank))
 
         logs = [self._directory / f"rank{rank}.log" for rank in range(self.ranks)]
         self._running = [processes.fork(rank_main(rank), logs[rank], 3600) for rank in range(self.ranks)]
