@@ -35,11 +35,11 @@ pub struct Config {
     pub store: Arc<dyn Store>,
 }
 
-struct Inner {
-    process: Arc<Process>,
-    name: String,
-    rank: u32,
-    size: u32,
+pub(crate) struct Inner {
+    pub(crate) process: Arc<Process>,
+    pub(crate) name: String,
+    pub(crate) rank: u32,
+    pub(crate) size: u32,
     channel: u64,
     /// The default world this group stands for, forgotten with it.
     world: Option<u128>,
@@ -48,16 +48,17 @@ struct Inner {
     next: StdMutex<u64>,
     /// The next point-to-point operation's number, for messages only.
     direct: AtomicU64,
-    barriers: AtomicU64,
+    /// Monitored barriers: how many this rank came to; on rank 0, how many of each rank's it has counted.
+    pub(crate) arrivals: StdMutex<Vec<u64>>,
     closed: AtomicBool,
-    store: Arc<dyn Store>,
-    epoch: u64,
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) epoch: u64,
     _watched: Arc<Watched>,
 }
 
 /// A process group.
 #[derive(Clone)]
-pub struct ProcessGroup(Arc<Inner>);
+pub struct ProcessGroup(pub(crate) Arc<Inner>);
 
 impl ProcessGroup {
     /// Forms a group: returns when every member is known.
@@ -112,7 +113,7 @@ impl ProcessGroup {
             timeout_ms: AtomicU64::new(millis(timeout)),
             next: StdMutex::new(0),
             direct: AtomicU64::new(0),
-            barriers: AtomicU64::new(0),
+            arrivals: StdMutex::new(vec![0; size as usize]),
             closed: AtomicBool::new(false),
             store,
             epoch,
@@ -214,73 +215,6 @@ impl ProcessGroup {
         }
         inner.process.hub.close(inner.channel);
     }
-
-    /// torch's monitored barrier, over the store, so that it works while the group doesn't: rank 0 waits for every rank's
-    /// arrival and names who is missing, the first or (`all`) every one; the others wait for rank 0's word.
-    pub fn monitored_barrier(
-        &self,
-        timeout: Option<Duration>,
-        all: bool,
-        mut interrupted: impl FnMut() -> bool,
-    ) -> Result<(), Error> {
-        let inner = &self.0;
-        inner.process.hub.check_fork()?;
-        let (rank, size) = (inner.rank, inner.size);
-        let failed = |source| Error::Store { rank, source };
-        let number = inner.barriers.fetch_add(1, Ordering::Relaxed);
-        let base = format!("podring/{}/barrier/{number}", inner.epoch);
-        let timeout = timeout.unwrap_or_else(|| self.timeout());
-        let missing = |missing: Vec<u32>| Error::Missing {
-            what: "monitored_barrier",
-            present: size as usize - missing.len(),
-            missing,
-            size,
-            after_ms: millis(timeout),
-            group: inner.name.clone(),
-            rank,
-        };
-        let mut wait = |keys: &[String]| -> Result<bool, Error> {
-            let end = Instant::now() + timeout;
-            let mut pause = Duration::from_micros(100);
-            while !inner.store.check(keys).map_err(failed)? {
-                if Instant::now() >= end {
-                    return Ok(false);
-                }
-                if interrupted() {
-                    return Err(Error::Interrupted);
-                }
-                std::thread::sleep(pause);
-                pause = (pause * 3 / 2).min(Duration::from_millis(10));
-            }
-            Ok(true)
-        };
-        if rank != 0 {
-            inner.store.set(&format!("{base}/{rank}"), b"1").map_err(failed)?;
-            let done = format!("{base}/done");
-            return if wait(std::slice::from_ref(&done))? {
-                let verdict = inner.store.get(&done).map_err(failed)?;
-                let absent: Vec<u32> = serde_json::from_slice(&verdict).unwrap_or_default();
-                if absent.is_empty() { Ok(()) } else { Err(missing(absent)) }
-            } else {
-                Err(missing(vec![0]))
-            };
-        }
-        let keys: Vec<String> = (1..size).map(|rank| format!("{base}/{rank}")).collect();
-        let mut absent = Vec::new();
-        if !keys.is_empty() && !wait(&keys)? {
-            for (index, key) in keys.iter().enumerate() {
-                if !inner.store.check(std::slice::from_ref(key)).map_err(failed)? {
-                    absent.push(index as u32 + 1);
-                    if !all {
-                        break;
-                    }
-                }
-            }
-        }
-        let verdict = serde_json::to_vec(&absent).unwrap_or_default();
-        inner.store.set(&format!("{base}/done"), &verdict).map_err(failed)?;
-        if absent.is_empty() { Ok(()) } else { Err(missing(absent)) }
-    }
 }
 
 impl Drop for Inner {
@@ -294,7 +228,7 @@ impl Drop for Inner {
     }
 }
 
-fn millis(time: Duration) -> u64 {
+pub(crate) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 

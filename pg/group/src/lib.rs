@@ -3,6 +3,7 @@
 mod error;
 mod group;
 mod membership;
+mod monitored;
 mod runtime;
 mod store;
 mod watchdog;

@@ -298,15 +298,27 @@ fn strided_tensors_are_packed() {
 
 #[test]
 fn monitored_barrier_names_the_missing() {
-    let results = run(3, local, LONG, |group| {
+    run(4, local, LONG, |group| {
+        let rank = group.rank();
+        let short = Some(Duration::from_millis(300));
         group.monitored_barrier(None, false, || false).unwrap();
-        if group.rank() == 2 {
-            return None;
+        for (all, expected) in [(false, "Rank 2 failed to pass monitoredBarrier"), (true, "Ranks 2, 3 failed")] {
+            if rank == 0 {
+                let error = group.monitored_barrier(short, all, || false).unwrap_err().to_string();
+                assert!(error.contains(expected), "{error}");
+            } else if rank == 1 {
+                let error = group.monitored_barrier(None, all, || false).unwrap_err().to_string();
+                assert!(error.contains("Rank 1 successfully reached monitoredBarrier, but"), "{error}");
+            }
+            finish(group, Collective { kind: Op::Barrier, parts: SmallVec::new() }).unwrap();
         }
-        let error = group.monitored_barrier(Some(Duration::from_millis(200)), true, || false).unwrap_err();
-        Some(error.to_string())
+        // Those who missed two are not out of step.
+        group.monitored_barrier(None, true, || false).unwrap();
+        if rank == 0 {
+            let error = group.monitored_barrier(Some(Duration::ZERO), false, || false).unwrap_err().to_string();
+            assert!(error.contains("Rank 0 timed out in monitoredBarrier"), "{error}");
+        }
     });
-    assert!(results[0].as_ref().unwrap().contains("no sign of rank 2"), "{results:?}");
 }
 
 #[test]

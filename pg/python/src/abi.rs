@@ -388,7 +388,7 @@ unsafe extern "C" fn group_monitored_barrier(
     error: *mut RawError,
 ) -> i32 {
     guarded(error, || {
-        let limit = (timeout_ms > 0).then(|| duration(timeout_ms));
+        let limit = (timeout_ms >= 0).then(|| duration(timeout_ms));
         // SAFETY: a live handle by the header.
         unsafe { group(handle) }.monitored_barrier(limit, all != 0, asks(interrupted, ctx))
     })

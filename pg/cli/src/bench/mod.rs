@@ -294,8 +294,9 @@ impl Args {
         let board = tempfile::NamedTempFile::with_prefix("podring-bench-").map_err(Error::Temporary)?;
         // 64 bytes, a cache line, per rank: podring._bench_worker.Board.
         board.as_file().set_len(u64::from(ranks) * 64).map_err(Error::Temporary)?;
+        let path = board.path().to_owned();
         let plan = Plan {
-            board: board.path(),
+            board: &path,
             timeout_s: self.timeout,
             backends: backends.iter().map(|backend| backend.torch_name()).collect(),
             cases: &cases,
@@ -310,8 +311,13 @@ impl Args {
         let set = Set { interpreter, ranks, hosts, limit, verbose: self.verbose };
         let mut rows = Vec::new();
         let mut section = None;
+        let mut board = Some(board);
         workers::run(&set, &plan, |event| match event {
-            Event::Ready => progress.show(&format!("{on}: connected")),
+            Event::Ready => {
+                // Every rank has mapped it: removed now, it is not left behind by an interrupted run.
+                board = None;
+                progress.show(&format!("{on}: connected"));
+            }
             Event::Start { id } => {
                 if let Some(case) = cases.get(id) {
                     let size = size::display(case.bytes);
@@ -348,6 +354,7 @@ impl Args {
                 }
             }
         })?;
+        drop(board);
         Ok(rows)
     }
 }

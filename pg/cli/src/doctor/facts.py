@@ -26,23 +26,14 @@ def folders(module):
     return list(spec.submodule_search_locations or []) if spec else []
 
 
-def face(folder):
-    """Extensions of podring's other than the core, and the torch minor in each one's name (…2_15… or …215…)."""
+def faces(folder):
+    """The compiled faces, _face_MAJOR_MINOR after the torch they were built against."""
     found = []
-    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
-    for path in sorted(glob.glob(os.path.join(folder, "*.so"))):
+    for path in sorted(glob.glob(os.path.join(folder, "_face_*.so"))):
         name = os.path.basename(path)
-        stem = name.split(".")[0]
-        if stem == "_core":
-            continue
-        minor = re.search(r"(\d)_?(\d\d)(?!\d)", stem)
-        found.append(
-            {
-                "path": path,
-                "torch": f"{minor[1]}.{minor[2]}" if minor else None,
-                "loads_here": name.endswith(suffix) or ".abi3." in name,
-            }
-        )
+        minor = re.match(r"_face_(\d+)_(\d+)\.", name)
+        fits = any(name == name.split(".")[0] + suffix for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+        found.append({"path": path, "torch": f"{minor[1]}.{minor[2]}" if minor else None, "loads_here": fits})
     return found
 
 
@@ -75,7 +66,7 @@ print(
             "podring": version("podring"),
             "podring_folders": podring,
             "core": [path for folder in podring for path in glob.glob(os.path.join(folder, "_core*.so"))],
-            "faces": [entry for folder in podring for entry in face(folder)],
+            "faces": [face for folder in folders("podring_torch") for face in faces(folder)],
             "entry_points": entry_points(),
             "plugins": plugins,
         }

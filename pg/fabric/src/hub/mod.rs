@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use crossbeam_queue::SegQueue;
 use parking_lot::{Mutex, MutexGuard};
 use podring_collective::{Collective, Layout};
+use podring_kernel as kernel;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
 use smallvec::SmallVec;
@@ -31,7 +32,6 @@ pub use ticket::{Callback, Keep, State, Ticket};
 
 use crate::error::{Failure, HubError};
 use crate::fork::{self, Guarded};
-use crate::kernel;
 use crate::memory::{Buffer, SharedPool};
 use crate::wire::HubId;
 use channel::Channel;

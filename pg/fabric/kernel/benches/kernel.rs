@@ -7,7 +7,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use podring_collective::{DType, Layout, Reduction};
-use podring_fabric::kernel::{Source, Target, copy, pack, reduce, unpack};
+use podring_kernel::{Source, Target, copy, pack, reduce, unpack};
 
 /// The most that one step of the engine moves.
 const CHUNK: usize = 256 << 10;

@@ -1,7 +1,7 @@
 //! Every reduction of every type, over counts, sources, kinds of source, alignments and aliasing.
 
 use podring_collective::{DType, Reduction};
-use podring_fabric::kernel::{Source, Target, reduce};
+use podring_kernel::{Source, Target, reduce};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 

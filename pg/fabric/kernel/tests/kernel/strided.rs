@@ -1,7 +1,7 @@
 //! Packing and unpacking against index arithmetic.
 
 use podring_collective::{DType, Layout};
-use podring_fabric::kernel::{copy, pack, unpack};
+use podring_kernel::{copy, pack, unpack};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use smallvec::SmallVec;

@@ -1,7 +1,7 @@
 //! Narrow floats, through the reductions that only convert.
 
 use podring_collective::{DType, Reduction};
-use podring_fabric::kernel::{Source, Target, reduce};
+use podring_kernel::{Source, Target, reduce};
 
 use crate::naive;
 
