@@ -9,16 +9,16 @@
 //! Units: bytes, microseconds and bytes per second, unless a name says otherwise.
 
 pub mod constants;
-// pub mod cost;
-// pub mod cover;
-// pub mod draw;
+pub mod cost;
+pub mod cover;
+pub mod draw;
 mod error;
 mod generation;
-// pub mod group;
+pub mod group;
 pub mod link;
-// pub mod mesh;
+pub mod mesh;
 mod name;
-// pub mod ring;
+pub mod ring;
 mod shapes;
 mod slice;
 

@@ -75,6 +75,11 @@ impl Slice {
         if self.twisted() && is_short(axis) && !is_short(other) { dims[other] / 2 } else { 0 }
     }
 
+    /// Whether an axis closes onto itself: it wraps, and not onto another row of a twisted torus.
+    pub fn wraps_straight(&self, axis: usize) -> bool {
+        self.wrap()[axis] && (0..3).all(|other| self.twist(axis, other) == 0)
+    }
+
     /// Hops between two chips of one slice.
     pub fn distance(&self, a: [u32; 3], b: [u32; 3]) -> u32 {
         if !self.twisted() {

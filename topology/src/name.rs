@@ -193,7 +193,11 @@ fn generation_named(text: &str) -> Result<Generation, TopologyError> {
 fn unknown_generation(text: &str) -> TopologyError {
     let lower = text.to_ascii_lowercase();
     let known: Vec<&'static str> = Generation::ALL.iter().map(|generation| generation.name()).collect();
-    let nearest = known.iter().copied().min_by_key(|name| edit_distance(&lower, name)).unwrap_or("v4");
+    // The number says more than the letters round it: "v7x" means tpu7x, not v2.
+    let number = lower.chars().find(char::is_ascii_digit);
+    let same_number = |name: &str| number.is_some_and(|number| name.contains(number));
+    let nearest = known.iter().copied().min_by_key(|name| (!same_number(name), edit_distance(&lower, name)));
+    let nearest = nearest.unwrap_or("v4");
     TopologyError::UnknownGeneration { name: text.to_owned(), known, nearest }
 }
 
