@@ -1,7 +1,43 @@
-.PHONY: check test
-check:
-	cargo fmt --all --check
-	cargo clippy --workspace --all-targets -- -D warnings
-	cargo nextest run || cargo test
+# The commands of this repository. Each works from a bare clone and needs only Rust, Python ≥ 3.11 and a C++ compiler;
+# packages come pinned from PyPI and crates.io. BACKEND=gloo runs the Python side on torch's own backend instead.
+SHELL := bash
+BACKEND ?= tpu
+export BACKEND
+PY := .venv/bin/python
 
-test: check
+.PHONY: help venv build check test demo conformance titan clean
+help:
+	@sed -n 's/^## //p' Makefile
+
+## make venv         .venv with the pinned packages (torch and all)
+venv:
+	@scripts/venv
+
+## make build        the core and the face, installed into .venv
+build: venv
+	@scripts/build
+
+## make check        format, lints, Rust tests: no torch needed
+check: venv
+	@scripts/check
+
+## make test         everything: check, mypy, torch's own suite, ours
+test: build
+	@scripts/test
+
+## make demo         4 ranks train a transformer, FSDP2 × TP; out/demo/loss.png; times beside gloo's
+demo: build
+	@scripts/demo
+
+## make conformance  torch's shipped distributed suite, whole, 2, 3 and 4 ranks, against gloo's pass list
+conformance: build
+	@$(PY) -m tests.conformance --backend $(BACKEND)
+
+## make titan        TorchTitan's debug model, 2 ranks FSDP2, 5 steps
+titan: build
+	@scripts/venv titan
+	@$(PY) -m tests.titan --backend $(BACKEND)
+
+## make clean        removes what was built, .venv apart
+clean:
+	rm -rf target out .venv/.podring-*

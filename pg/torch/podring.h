@@ -4,6 +4,7 @@
 // `abi` equal to PODRING_ABI and `size` at least sizeof(PodringCore). Functions may be called from any thread, with or
 // without the interpreter lock; none takes that lock itself, except through callbacks that the caller supplied.
 #pragma once
+// clang-format off: laid out by hand
 #include <stddef.h>
 #include <stdint.h>
 
@@ -120,6 +121,9 @@ enum PodringKind {
   PODRING_SEND = 9, PODRING_RECV = 10,
 };
 
+// Bit of PodringCollective.flags: the caller waits for the work at once, so nobody else need be woken to drive it.
+#define PODRING_SYNC 1u
+
 typedef struct PodringCollective {
   uint32_t kind;
   int32_t root;        // root, or the peer of send and recv; -1 with recv: from any rank. Ranks within the group
@@ -127,6 +131,7 @@ typedef struct PodringCollective {
   uint32_t n_parts;    // several: a coalesced operation, one launch, all parts of the same kind
   const PodringPart* parts;
   int64_t timeout_ms;  // <= 0: the group's
+  uint32_t flags;      // PODRING_SYNC
 } PodringCollective;
 
 typedef struct PodringCore {
@@ -184,6 +189,10 @@ typedef struct PodringCore {
   // Before the interpreter ends: waits until no callback runs or is queued (bounded by timeout_ms), then starts no more.
   // 0 if drained.
   int32_t (*drain)(int64_t timeout_ms);
+
+  // Optional (there if `size` covers it, and not null). Calls each(ctx, name, bytes) once per kind of memory that the
+  // group, or the process for all its groups, holds at the moment.
+  void (*group_memory)(PodringGroup* group, void (*each)(void* ctx, const char* name, uint64_t bytes), void* ctx);
 } PodringCore;
 
 #ifdef __cplusplus

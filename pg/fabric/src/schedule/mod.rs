@@ -7,7 +7,24 @@
 //! side, in any interleaving, and pipelines by doing so.
 //!
 //! A message is identified by (lane, `tag`) within its pair of ranks and direction; the sender's and the receiver's
-//! schedule must agree on both and on the length. Ranks compute their schedules apart, from the same arguments.
+//! schedule must agree on both, on the length and on whether the elements are partial sums. Ranks compute their
+//! schedules apart, from the same arguments. Within a lane a pair exchanges at most one message each way per round.
+//!
+//! [`plan`] picks an [`Algorithm`] and writes the schedule; [`plan_with`] writes the one that is named. [`sim`] plays
+//! schedules of all ranks over plain vectors, checks them, and measures them.
+
+mod direct;
+mod draft;
+mod hierarchical;
+mod plan;
+mod recursive;
+mod ring;
+pub mod sim;
+#[cfg(test)]
+mod tests;
+mod tree;
+
+pub use plan::{Algorithm, Shape, Tuning, choose, plan, plan_with};
 
 /// Which memory a region lies in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -35,6 +52,26 @@ pub struct Region {
     pub len: usize,
 }
 
+impl Region {
+    /// No elements, of no particular memory: what a barrier's messages carry.
+    pub const EMPTY: Region = Region { space: Space::Scratch, block: 0, offset: 0, len: 0 };
+
+    /// The first `len` elements of a block.
+    pub const fn whole(space: Space, block: u32, len: usize) -> Self {
+        Region { space, block, offset: 0, len }
+    }
+
+    /// `len` elements of this region from its element `start` on.
+    pub const fn part(self, start: usize, len: usize) -> Self {
+        Region { offset: self.offset + start, len, ..self }
+    }
+
+    /// The same elements of the same block in another memory.
+    pub const fn of(self, space: Space) -> Self {
+        Region { space, ..self }
+    }
+}
+
 /// One thing to do. Ranks are group ranks, never the schedule's own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
@@ -56,7 +93,8 @@ pub enum Step {
         /// Where it lands; never [`Space::Input`].
         into: Region,
     },
-    /// Copy within this rank. Source and destination have the same element type; they may be the same memory.
+    /// Copy within this rank. Source and destination have the same element type; they may be the very same memory, and
+    /// then nothing is to be done (another rank may be reading it). They never overlap in part.
     Copy {
         /// Source.
         from: Region,
@@ -78,7 +116,8 @@ pub enum Step {
 /// Steps that may be under way together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Round {
-    /// The steps; order matters only for local ones (Copy, Reduce), which run in order after nothing else.
+    /// The steps. Local ones (Copy, Reduce) run in their order among themselves, at any time in the round: they wait for
+    /// no message of it, and touch no memory that one of its messages writes.
     pub steps: Vec<Step>,
 }
 
@@ -96,6 +135,20 @@ pub struct Lane {
 /// One rank's share of one part of a collective.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Schedule {
-    /// Independent lanes, to be started in order.
+    /// Independent lanes, to be started in order. Lane i of one rank talks to lane i of the others; it may be empty.
     pub lanes: Vec<Lane>,
+}
+
+impl Schedule {
+    /// Steps over all lanes.
+    pub fn steps(&self) -> usize {
+        self.lanes.iter().flat_map(|lane| &lane.rounds).map(|round| round.steps.len()).sum()
+    }
+
+    /// The most elements of [`Space::Scratch`] and of [`Space::Partial`] that one lane needs.
+    pub fn temporaries(&self) -> (usize, usize) {
+        self.lanes
+            .iter()
+            .fold((0, 0), |(scratch, partial), lane| (scratch.max(lane.scratch), partial.max(lane.partial)))
+    }
 }

@@ -1,0 +1,161 @@
+//! What can go wrong, as data.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Why operations of a group fail. Travels between ranks, so that all of them raise the same.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Failure {
+    /// The deadline passed.
+    Timeout {
+        /// What was called, e.g. `all_reduce(SUM, float32, count=8)`.
+        op: String,
+        /// Its sequence number in the group.
+        seq: u64,
+        /// The rank whose deadline passed.
+        by: u32,
+        /// The deadline, in milliseconds from the call.
+        after_ms: u64,
+        /// Ranks it still waited for.
+        waiting_on: Vec<u32>,
+        /// What each rank had called.
+        ledger: Vec<LedgerRow>,
+    },
+    /// A rank is gone.
+    PeerLost {
+        /// The rank.
+        rank: u32,
+        /// Its host, as it named itself.
+        host: String,
+        /// How that was noticed.
+        how: String,
+        /// The operation that needed it, if one did.
+        op: Option<String>,
+        /// Its sequence number.
+        seq: u64,
+    },
+    /// Ranks called different things.
+    Mismatch {
+        /// The sequence number at which they differ.
+        seq: u64,
+        /// What was seen first.
+        what: String,
+        /// What each rank had called.
+        ledger: Vec<LedgerRow>,
+    },
+    /// Somebody ended it.
+    Aborted {
+        /// The rank, if not this one.
+        by: Option<u32>,
+        /// Why.
+        why: String,
+    },
+    /// The engine itself failed: out of descriptors, memory, or a bug.
+    Internal {
+        /// The rank.
+        rank: u32,
+        /// What failed.
+        what: String,
+    },
+}
+
+/// What one rank had called.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LedgerRow {
+    /// The rank.
+    pub rank: u32,
+    /// Its call with the number in question, or what it did instead.
+    pub called: String,
+}
+
+impl Failure {
+    /// Which of two failures of one group tells more about the cause; higher wins.
+    pub(crate) fn weight(&self) -> u8 {
+        match self {
+            Failure::Mismatch { .. } => 4,
+            Failure::PeerLost { .. } => 3,
+            Failure::Internal { .. } => 2,
+            Failure::Timeout { .. } => 1,
+            Failure::Aborted { .. } => 0,
+        }
+    }
+
+    /// The table to fill, for the failures that have one.
+    pub(crate) fn ledger_mut(&mut self) -> Option<(u64, &mut Vec<LedgerRow>)> {
+        match self {
+            Failure::Timeout { seq, ledger, .. } | Failure::Mismatch { seq, ledger, .. } => Some((*seq, ledger)),
+            _ => None,
+        }
+    }
+}
+
+impl std::error::Error for Failure {}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let table = |f: &mut fmt::Formatter<'_>, ledger: &[LedgerRow]| {
+            for row in ledger {
+                write!(f, "\n  rank {}: {}", row.rank, row.called)?;
+            }
+            Ok(())
+        };
+        match self {
+            Failure::Timeout { op, seq, by, after_ms, waiting_on, ledger } => {
+                write!(f, "timeout: {op}, seq {seq}, did not finish on rank {by} within {after_ms} ms")?;
+                if !waiting_on.is_empty() {
+                    write!(f, "; waiting on rank{} ", if waiting_on.len() == 1 { "" } else { "s" })?;
+                    for (index, rank) in waiting_on.iter().enumerate() {
+                        write!(f, "{}{rank}", if index == 0 { "" } else { ", " })?;
+                    }
+                }
+                table(f, ledger)
+            }
+            Failure::PeerLost { rank, host, how, op, seq } => {
+                write!(f, "lost rank {rank} on host {host}: {how}")?;
+                match op {
+                    Some(op) => write!(f, "; needed by {op}, seq {seq}"),
+                    None => Ok(()),
+                }
+            }
+            Failure::Mismatch { seq, what, ledger } => {
+                write!(f, "ranks called different operations at seq {seq}: {what}")?;
+                table(f, ledger)
+            }
+            Failure::Aborted { by: Some(by), why } => write!(f, "aborted by rank {by}: {why}"),
+            Failure::Aborted { by: None, why } => write!(f, "aborted: {why}"),
+            Failure::Internal { rank, what } => write!(f, "internal error on rank {rank}: {what}"),
+        }
+    }
+}
+
+/// Why a hub can't be started or used.
+#[derive(Debug, thiserror::Error)]
+pub enum HubError {
+    /// A system call failed.
+    #[error("{what}: {source}")]
+    System {
+        /// What was attempted.
+        what: &'static str,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+    /// This process was forked from the one that made the group.
+    #[error("this process was forked after the group was made; a process group can't be used in a forked child")]
+    Forked,
+    /// The channel was closed.
+    #[error("the group was destroyed")]
+    Closed,
+    /// Two channels of one name.
+    #[error("a group named {name:?} is live in this process already")]
+    Duplicate {
+        /// The name.
+        name: String,
+    },
+}
+
+impl HubError {
+    pub(crate) fn system(what: &'static str) -> impl Fn(rustix::io::Errno) -> HubError {
+        move |errno| HubError::System { what, source: errno.into() }
+    }
+}

@@ -1,0 +1,239 @@
+//! A group, as the hub sees it: members, what they called, and what they sent before they were asked.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use podring_collective::{Collective, DType, Kind, Reduction};
+use rustc_hash::FxHashMap;
+use smallvec::SmallVec;
+
+use super::endpoint::{OpKey, RecvKey};
+use crate::error::{Failure, LedgerRow};
+use crate::memory::Buffer;
+use crate::schedule::Schedule;
+
+/// Calls remembered per channel, for late checks and for error tables.
+const RECORDS: usize = 64;
+
+/// A call, small enough to write down every time; its text is made only when somebody asks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Record {
+    pub seq: u64,
+    pub fingerprint: u64,
+    kind: Kind,
+    dtype: Option<DType>,
+    reduction: Option<Reduction>,
+    parts: u32,
+    blocks: u32,
+    first: usize,
+    total: usize,
+    pub done: bool,
+}
+
+impl Record {
+    pub fn new(seq: u64, fingerprint: u64, collective: &Collective) -> Self {
+        let part = collective.parts.first();
+        let side = part.map(|part| {
+            if part.inputs.counts.len() > 1 || part.outputs.counts.is_empty() { &part.inputs } else { &part.outputs }
+        });
+        Record {
+            seq,
+            fingerprint,
+            kind: collective.kind,
+            dtype: part.map(|part| part.dtype),
+            reduction: part.and_then(|part| part.reduction),
+            parts: collective.parts.len() as u32,
+            blocks: side.map_or(0, |side| side.counts.len() as u32),
+            first: side.and_then(|side| side.counts.first().copied()).unwrap_or(0),
+            total: side.map_or(0, podring_collective::Blocks::total),
+            done: false,
+        }
+    }
+}
+
+impl fmt::Display for Record {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}(", self.kind.name())?;
+        let mut fields: SmallVec<[String; 6]> = SmallVec::new();
+        if let Some(root) = self.kind.root() {
+            fields.push(format!("root={root}"));
+        }
+        match self.kind {
+            Kind::Send { to, tag } => fields.push(format!("to={to}, tag={tag}")),
+            Kind::Recv { from: Some(from), tag } => fields.push(format!("from={from}, tag={tag}")),
+            Kind::Recv { from: None, tag } => fields.push(format!("from=any, tag={tag}")),
+            _ => {}
+        }
+        if let Some(reduction) = self.reduction {
+            fields.push(reduction.to_string());
+        }
+        if let Some(dtype) = self.dtype {
+            fields.push(dtype.to_string());
+            fields.push(match self.blocks {
+                0 | 1 => format!("count={}", self.first),
+                blocks if self.first.checked_mul(blocks as usize) == Some(self.total) => {
+                    format!("count={blocks}x{}", self.first)
+                }
+                blocks => format!("count={} in {blocks} blocks", self.total),
+            });
+        }
+        if self.parts > 1 {
+            fields.push(format!("{} tensors", self.parts));
+        }
+        write!(f, "{})", fields.join(", "))
+    }
+}
+
+/// A plan and what it was made for.
+pub(crate) struct Planned {
+    pub kind: Kind,
+    pub element: usize,
+    pub accumulator: usize,
+    pub inputs: SmallVec<[usize; 8]>,
+    pub outputs: SmallVec<[usize; 8]>,
+    pub schedule: Schedule,
+    /// The first rounds send nothing to the next rank, so it must be told what this one calls.
+    pub announce: bool,
+}
+
+/// A receive that waits for a point-to-point message.
+pub(crate) struct Posted {
+    pub from: Option<u32>,
+    pub tag: u64,
+    pub recv: RecvKey,
+}
+
+/// What came before it was asked for.
+pub(crate) enum Body {
+    /// A whole message.
+    Bytes { buffer: Option<Buffer>, len: usize },
+    /// The offer of one.
+    Ready { addr: u64, cookie: u64 },
+}
+
+/// A message that came before it was asked for.
+pub(crate) struct Early {
+    pub fingerprint: u64,
+    pub total: u64,
+    pub body: Body,
+}
+
+/// The same, point to point.
+pub(crate) struct EarlyDirect {
+    pub from: u32,
+    pub tag: u64,
+    pub early: Early,
+}
+
+/// A failed channel gathers what each rank had called before it tells its operations.
+pub(crate) struct Inquest {
+    pub failure: Failure,
+    pub seq: u64,
+    pub rows: Vec<Option<String>>,
+    pub until: Instant,
+}
+
+pub(crate) struct Channel {
+    pub name: String,
+    pub me: u32,
+    /// Endpoint of each rank; `u32::MAX` for this one.
+    pub members: Vec<u32>,
+    pub rank_of: FxHashMap<u32, u32>,
+    pub hosts: Vec<u32>,
+    /// Ranks that closed the channel.
+    pub left: Vec<bool>,
+    pub failed: Option<Arc<Failure>>,
+    pub inquest: Option<Inquest>,
+    /// One more than the highest collective sequence number started.
+    pub started: u64,
+    pub records: VecDeque<Record>,
+    pub active: SmallVec<[(u64, OpKey); 8]>,
+    pub posted: Vec<Posted>,
+    pub early: VecDeque<EarlyDirect>,
+    /// Fingerprints seen for collectives not started here yet.
+    pub heard: FxHashMap<u64, SmallVec<[(u32, u64); 4]>>,
+    pub plans: FxHashMap<u64, Arc<Planned>>,
+    /// Operations with this channel under way, point-to-point ones included.
+    pub pending: usize,
+}
+
+/// The ledger row of a rank that didn't answer in time.
+const SILENT: &str = "no answer";
+
+impl Channel {
+    pub fn size(&self) -> u32 {
+        self.members.len() as u32
+    }
+
+    pub fn record(&mut self, record: Record) {
+        if self.records.len() == RECORDS {
+            self.records.pop_front();
+        }
+        self.records.push_back(record);
+    }
+
+    pub fn mark_done(&mut self, seq: u64) {
+        if let Some(record) =
+            self.records.iter_mut().rev().find(|record| record.seq == seq && !record.kind.is_point_to_point())
+        {
+            record.done = true;
+        }
+    }
+
+    /// The fingerprint of a collective started here, if it is still remembered.
+    pub fn fingerprint(&self, seq: u64) -> Option<u64> {
+        self.records
+            .iter()
+            .rev()
+            .find(|record| record.seq == seq && !record.kind.is_point_to_point())
+            .map(|record| record.fingerprint)
+    }
+
+    /// This rank's row for `seq`.
+    pub fn called(&self, seq: u64) -> String {
+        let collectives = || self.records.iter().rev().filter(|record| !record.kind.is_point_to_point());
+        if let Some(record) = collectives().find(|record| record.seq == seq) {
+            return format!("{record}{}", if record.done { ", finished" } else { "" });
+        }
+        match collectives().next() {
+            Some(last) => format!(
+                "nothing yet; its last call was seq {}: {last}{}",
+                last.seq,
+                if last.done { ", finished" } else { ", not finished" }
+            ),
+            None => "nothing yet".into(),
+        }
+    }
+
+    /// The failure with its table, once every member has answered or time is up.
+    pub fn verdict(&mut self, now: Instant) -> Option<Failure> {
+        let inquest = self.inquest.as_ref()?;
+        if now < inquest.until && inquest.rows.iter().any(Option::is_none) {
+            return None;
+        }
+        let Inquest { mut failure, rows, .. } = self.inquest.take()?;
+        if let Some((_, ledger)) = failure.ledger_mut() {
+            *ledger = rows
+                .into_iter()
+                .enumerate()
+                .map(|(rank, row)| LedgerRow { rank: rank as u32, called: row.unwrap_or_else(|| SILENT.into()) })
+                .collect();
+        }
+        Some(failure)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_print_what_was_called() {
+        let barrier = Collective { kind: Kind::Barrier, parts: SmallVec::new() };
+        assert_eq!(Record::new(3, 0, &barrier).to_string(), "barrier()");
+        let send = Collective { kind: Kind::Send { to: 2, tag: 7 }, parts: SmallVec::new() };
+        assert_eq!(Record::new(3, 0, &send).to_string(), "send(to=2, tag=7)");
+    }
+}

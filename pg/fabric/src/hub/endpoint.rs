@@ -1,0 +1,406 @@
+//! Another process, as this one sees it: the link to it, the link from it, and what waits to be sent.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::time::Instant;
+
+use rustix::event::eventfd;
+use rustix::io::Errno;
+use rustix::process::Pid;
+use serde::{Deserialize, Serialize};
+use slotmap::KeyData;
+
+use crate::fork::Guarded;
+use crate::link::ring::{Reader, Writer};
+use crate::link::shm::Mapping;
+use crate::link::tcp;
+use crate::wire::{Frame, HEADER, Header, HubId};
+
+slotmap::new_key_type! {
+    /// A message being sent.
+    pub(crate) struct SendKey;
+    /// A message being received.
+    pub(crate) struct RecvKey;
+    /// An operation under way.
+    pub(crate) struct OpKey;
+}
+
+/// Where a process is to be found, as it publishes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Address {
+    /// Its hub.
+    pub hub: HubId,
+    /// Its host, or what PODRING_HOST_ID says it is: ranks with the same are taken to share memory.
+    pub host: String,
+    /// Its machine and network namespace, whatever PODRING_HOST_ID says: where loopback means the same.
+    pub machine: String,
+    /// A name for messages.
+    pub name: String,
+    /// Where its TCP listener may be reached.
+    pub tcp: Vec<SocketAddr>,
+}
+
+/// A frame to send.
+pub(crate) enum Item {
+    /// Without payload.
+    Bare(Header),
+    /// With a payload in the operation's memory, which is free again once it is written.
+    Eager { header: Header, data: *const u8, send: SendKey },
+    /// With a payload of its own.
+    Owned { header: Header, bytes: Box<[u8]> },
+}
+
+// SAFETY: the address is the operation's memory, kept alive until the send is complete or purged.
+unsafe impl Send for Item {}
+
+/// A long message that the receiver asked for, sent piece by piece.
+pub(crate) struct Stream {
+    pub send: SendKey,
+    pub data: *const u8,
+    pub len: usize,
+    pub offset: usize,
+    /// The receiver's slot.
+    pub slot: u64,
+    pub channel: u64,
+}
+
+// SAFETY: as for Item.
+unsafe impl Send for Stream {}
+
+/// A payload written to a socket straight from the operation's memory.
+struct Body {
+    data: *const u8,
+    len: usize,
+    offset: usize,
+    send: SendKey,
+    /// The message ends with it.
+    last: bool,
+}
+
+/// A TCP connection this process sends on.
+pub(crate) struct TcpOut {
+    pub socket: Guarded,
+    /// Headers and short payloads on their way.
+    staged: Vec<u8>,
+    written: usize,
+    body: Option<Body>,
+    /// The socket took no more; it says when it will.
+    pub blocked: bool,
+}
+
+// SAFETY: Body's address is the operation's memory, as for Item.
+unsafe impl Send for TcpOut {}
+
+/// The link to a process.
+pub(crate) enum Out {
+    /// Nothing sent yet.
+    Idle,
+    /// Its host's queue was full; try again.
+    Retry,
+    /// A TCP connection under way to candidate number `next - 1` of its addresses.
+    Dialing { socket: Guarded, next: usize, since: Instant },
+    /// Shared memory.
+    Shm { socket: Guarded, writer: Writer, bell: Option<Guarded>, _mapping: Mapping },
+    /// TCP.
+    Tcp(TcpOut),
+}
+
+/// The link from a process.
+pub(crate) enum In {
+    /// None yet.
+    None,
+    /// Shared memory.
+    Shm { _socket: Guarded, reader: Reader, bell: Guarded, _mapping: Mapping },
+    /// TCP: bytes read but not yet understood, and the message being read.
+    Tcp { socket: Guarded, buffer: Vec<u8>, start: usize, data: Option<(u64, usize)> },
+}
+
+/// A process.
+pub(crate) struct Endpoint {
+    pub id: HubId,
+    /// Known once a channel has it as a member.
+    pub address: Option<Address>,
+    /// Why nothing more can come from it or go to it.
+    pub dead: Option<String>,
+    pub out: Out,
+    pub inbound: In,
+    pub items: VecDeque<Item>,
+    pub streams: VecDeque<Stream>,
+    /// Its process, if its memory has been proven readable.
+    pub readable: Option<Pid>,
+    pub pidfd: Option<Guarded>,
+    pub heard: Instant,
+    pub spoke: Instant,
+    /// In the engine's list of endpoints with something to send.
+    pub dirty: bool,
+}
+
+/// Payloads up to this many bytes are copied next to their header before a socket write.
+const COALESCE: usize = 16 << 10;
+/// Bytes collected for one socket write.
+const STAGED: usize = 64 << 10;
+/// Bytes of a streamed message per frame on TCP.
+pub(crate) const TCP_PIECE: usize = 256 << 10;
+
+impl Endpoint {
+    pub fn new(id: HubId, now: Instant) -> Self {
+        Endpoint {
+            id,
+            address: None,
+            dead: None,
+            out: Out::Idle,
+            inbound: In::None,
+            items: VecDeque::new(),
+            streams: VecDeque::new(),
+            readable: None,
+            pidfd: None,
+            heard: now,
+            spoke: now,
+            dirty: false,
+        }
+    }
+
+    pub fn host(&self) -> String {
+        self.address.as_ref().map_or_else(|| "unknown".into(), |address| address.name.clone())
+    }
+
+    pub fn has_output(&self) -> bool {
+        if !self.items.is_empty() || !self.streams.is_empty() {
+            return true;
+        }
+        matches!(&self.out, Out::Tcp(tcp) if tcp.body.is_some() || tcp.written < tcp.staged.len())
+    }
+
+    /// Writes one eager message at once if nothing is ahead of it and it fits. The caller keeps `data` readable.
+    pub fn try_eager(&mut self, header: &Header, data: *const u8, len: usize) -> bool {
+        if !self.items.is_empty() || self.dead.is_some() {
+            return false;
+        }
+        let Out::Shm { writer, bell, .. } = &mut self.out else { return false };
+        // SAFETY: `data` is readable for `len` bytes: it is a region of a live operation.
+        let pushed = unsafe { writer.push(header, data, len) };
+        if pushed {
+            ring_bell(writer, bell.as_ref());
+        }
+        pushed
+    }
+
+    /// Sends what the link takes now. Sends that are thereby complete are added to `sent`. `Ok(true)` if anything moved.
+    pub fn flush(&mut self, sent: &mut Vec<SendKey>, now: Instant) -> Result<bool, Errno> {
+        match &mut self.out {
+            Out::Shm { writer, bell, .. } => {
+                let (mut moved, mut urgent) = (false, false);
+                while let Some(item) = self.items.front() {
+                    let (header, data) = match item {
+                        Item::Bare(header) => (header, std::ptr::null()),
+                        Item::Eager { header, data, .. } => (header, *data),
+                        Item::Owned { header, bytes } => (header, bytes.as_ptr()),
+                    };
+                    // SAFETY: the payload is the item's own or a live operation's memory.
+                    if !unsafe { writer.push(header, data, header.len as usize) } {
+                        break;
+                    }
+                    match item {
+                        Item::Eager { send, .. } => sent.push(*send),
+                        // Reports of failures: an idle peer must hear of them now, not when it next calls something.
+                        Item::Owned { .. } => urgent = true,
+                        Item::Bare(_) => {}
+                    }
+                    self.items.pop_front();
+                    moved = true;
+                }
+                while self.items.is_empty()
+                    && let Some(stream) = self.streams.front_mut()
+                {
+                    let left = stream.len - stream.offset;
+                    let room = writer.room().unwrap_or(0);
+                    let piece = left.min(room).min(SHM_PIECE);
+                    if piece < left.min(4096) || piece == 0 && left > 0 {
+                        break;
+                    }
+                    let mut header = Header::new(Frame::Data, stream.channel);
+                    header.cookie = stream.slot;
+                    header.len = piece as u32;
+                    // SAFETY: within the live operation's memory; fits by the room check.
+                    if !unsafe { writer.push(&header, stream.data.add(stream.offset), piece) } {
+                        break;
+                    }
+                    stream.offset += piece;
+                    moved = true;
+                    if stream.offset == stream.len {
+                        sent.push(stream.send);
+                        self.streams.pop_front();
+                    } else if self.streams.len() > 1 {
+                        self.streams.rotate_left(1);
+                    }
+                }
+                match bell {
+                    Some(bell) if urgent => ring(bell),
+                    bell if moved => ring_bell(writer, bell.as_ref()),
+                    _ => {}
+                }
+                Ok(moved)
+            }
+            Out::Tcp(tcp) => {
+                let moved = tcp.flush(&mut self.items, &mut self.streams, sent)?;
+                if moved {
+                    self.spoke = now;
+                }
+                Ok(moved)
+            }
+            Out::Idle | Out::Retry | Out::Dialing { .. } => Ok(false),
+        }
+    }
+
+    /// Forgets output whose memory is about to go: sends for which `unwanted` says so. Those of which the receiver has
+    /// not heard are added to `never`.
+    pub fn purge(&mut self, mut unwanted: impl FnMut(SendKey) -> bool, never: &mut Vec<SendKey>) {
+        self.items.retain(|item| {
+            let send = match item {
+                Item::Eager { send, .. } => *send,
+                Item::Bare(header) if header.frame == Frame::Ready => SendKey::from(KeyData::from_ffi(header.cookie)),
+                _ => return true,
+            };
+            let drop = unwanted(send);
+            if drop {
+                never.push(send);
+            }
+            !drop
+        });
+        self.streams.retain(|stream| {
+            let drop = unwanted(stream.send);
+            if drop {
+                never.push(stream.send);
+            }
+            !drop
+        });
+        if let Out::Tcp(tcp) = &mut self.out
+            && let Some(body) = &mut tcp.body
+            && unwanted(body.send)
+        {
+            // The header promised these bytes, so they must be sent; from a copy, because the memory goes.
+            // SAFETY: the memory is still there during this call.
+            let rest = unsafe { std::slice::from_raw_parts(body.data.add(body.offset), body.len - body.offset) };
+            tcp.staged.drain(..tcp.written);
+            tcp.written = 0;
+            tcp.staged.extend_from_slice(rest);
+            if body.last {
+                never.push(body.send);
+            }
+            tcp.body = None;
+        }
+    }
+}
+
+/// Bytes of a streamed message per frame in shared memory: a part of the ring, so that reader and writer overlap.
+pub(crate) const SHM_PIECE: usize = 64 << 10;
+
+fn ring_bell(writer: &Writer, bell: Option<&Guarded>) {
+    if let Some(bell) = bell
+        && writer.reader_sleeps()
+    {
+        ring(bell);
+    }
+}
+
+/// Adds one to an eventfd.
+pub(crate) fn ring(bell: &Guarded) {
+    // EAGAIN would mean that 2^64 - 2 rings are unread: it is ringing.
+    let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+}
+
+/// A bell: an eventfd.
+pub(crate) fn new_bell() -> Result<Guarded, Errno> {
+    use rustix::event::EventfdFlags;
+    Ok(Guarded::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+}
+
+impl TcpOut {
+    pub fn new(socket: Guarded, hello: &[u8]) -> Self {
+        let mut staged = Vec::with_capacity(STAGED + COALESCE + HEADER);
+        staged.extend_from_slice(hello);
+        TcpOut { socket, staged, written: 0, body: None, blocked: false }
+    }
+
+    fn flush(
+        &mut self,
+        items: &mut VecDeque<Item>,
+        streams: &mut VecDeque<Stream>,
+        sent: &mut Vec<SendKey>,
+    ) -> Result<bool, Errno> {
+        let mut moved = false;
+        while !self.blocked {
+            if self.written == self.staged.len() {
+                self.staged.clear();
+                self.written = 0;
+                if let Some(body) = &mut self.body {
+                    // SAFETY: a live operation's memory.
+                    let rest = unsafe { std::slice::from_raw_parts(body.data.add(body.offset), body.len - body.offset) };
+                    let wrote = tcp::write(&self.socket, rest)?;
+                    body.offset += wrote;
+                    moved |= wrote > 0;
+                    self.blocked = wrote < rest.len();
+                    if body.offset == body.len {
+                        if body.last {
+                            sent.push(body.send);
+                        }
+                        self.body = None;
+                    }
+                    continue;
+                }
+                self.stage(items, streams, sent);
+                if self.staged.is_empty() {
+                    break;
+                }
+            }
+            let wrote = tcp::write(&self.socket, &self.staged[self.written..])?;
+            self.written += wrote;
+            moved |= wrote > 0;
+            self.blocked = self.written < self.staged.len();
+        }
+        Ok(moved)
+    }
+
+    /// Fills the staging buffer with whole frames, up to one whose payload is sent from its own place.
+    fn stage(&mut self, items: &mut VecDeque<Item>, streams: &mut VecDeque<Stream>, sent: &mut Vec<SendKey>) {
+        while self.staged.len() < STAGED {
+            match items.pop_front() {
+                Some(Item::Bare(header)) => self.staged.extend_from_slice(&header.encode()),
+                Some(Item::Owned { header, bytes }) => {
+                    self.staged.extend_from_slice(&header.encode());
+                    self.staged.extend_from_slice(&bytes);
+                }
+                Some(Item::Eager { header, data, send }) => {
+                    self.staged.extend_from_slice(&header.encode());
+                    let len = header.len as usize;
+                    if len > COALESCE {
+                        self.body = Some(Body { data, len, offset: 0, send, last: true });
+                        return;
+                    }
+                    if len > 0 {
+                        // SAFETY: a live operation's memory.
+                        self.staged.extend_from_slice(unsafe { std::slice::from_raw_parts(data, len) });
+                    }
+                    sent.push(send);
+                }
+                None => {
+                    let Some(mut stream) = streams.pop_front() else { return };
+                    let piece = (stream.len - stream.offset).min(TCP_PIECE);
+                    let mut header = Header::new(Frame::Data, stream.channel);
+                    header.cookie = stream.slot;
+                    header.len = piece as u32;
+                    self.staged.extend_from_slice(&header.encode());
+                    // SAFETY: an offset within the live operation's memory.
+                    let data = unsafe { stream.data.add(stream.offset) };
+                    stream.offset += piece;
+                    let last = stream.offset == stream.len;
+                    self.body = Some(Body { data, len: piece, offset: 0, send: stream.send, last });
+                    if !last {
+                        streams.push_back(stream);
+                    }
+                    return;
+                }
+            }
+        }
+    }
+}

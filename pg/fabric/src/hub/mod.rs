@@ -1,0 +1,722 @@
+//! The hub: one per process. Whoever waits drives it; a thread drives what nobody waits for.
+//!
+//! All state is behind one lock, the driver token. A caller that waits takes it and works until its operation has ended,
+//! so that a small operation never pays for waking a thread. The progress thread stands aside while anybody does.
+
+mod channel;
+mod config;
+mod endpoint;
+mod engine;
+mod net;
+mod play;
+mod pool;
+mod ticket;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering, fence};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+use crossbeam_queue::SegQueue;
+use parking_lot::{Mutex, MutexGuard};
+use podring_collective::{Collective, Layout};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::time::Timespec;
+use smallvec::SmallVec;
+
+pub use config::{BadSetting, Config};
+pub use endpoint::Address;
+pub use pool::Pool;
+pub use ticket::{Callback, Keep, State, Ticket};
+
+use crate::error::{Failure, HubError};
+use crate::fork::{self, Guarded};
+use crate::kernel;
+use crate::memory::{Buffer, SharedPool};
+use crate::wire::HubId;
+use channel::Channel;
+use engine::{Engine, Request};
+use net::Net;
+use play::{Blocks, Unpack};
+use ticket::{Tickets, deadline};
+
+/// How long a waiter spins, with a core to itself, before it yields.
+const SPIN: Duration = Duration::from_micros(60);
+/// How long a waiter yields before it sleeps.
+const YIELD: Duration = Duration::from_micros(60);
+/// The longest sleep, so that deadlines and interrupts are noticed.
+const NAP: Duration = Duration::from_millis(50);
+
+/// The progress thread works or looks for work.
+const AWAKE: u8 = 0;
+/// It stands aside for a waiter.
+const PARKED: u8 = 1;
+/// It sleeps until a socket or its bell wakes it.
+const ASLEEP: u8 = 2;
+
+struct Shared {
+    engine: Mutex<Engine>,
+    inbox: SegQueue<Request>,
+    tickets: Tickets,
+    pool: Arc<Pool>,
+    memory: SharedPool,
+    epoll: Arc<Guarded>,
+    bell: Arc<Guarded>,
+    address: Address,
+    /// Callers that wait.
+    foreground: AtomicUsize,
+    /// Waiters that sleep on the sockets.
+    sleepers: AtomicUsize,
+    /// Waiters that another one drives for.
+    passengers: Mutex<Vec<Thread>>,
+    aboard: AtomicUsize,
+    progress: AtomicU8,
+    thread: Mutex<Option<Thread>>,
+    /// Work is under way that nobody may be waiting for.
+    busy: AtomicBool,
+    spin: AtomicBool,
+    closing: AtomicBool,
+    generation: u32,
+    garbage: Mutex<Vec<Keep>>,
+}
+
+/// A handle to the process's hub.
+#[derive(Clone)]
+pub struct Hub(Arc<Shared>);
+
+/// A group to open.
+#[derive(Clone, Debug)]
+pub struct ChannelSpec {
+    /// The same on all members, different from every other channel of the job.
+    pub id: u64,
+    /// For messages.
+    pub name: String,
+    /// This process's rank.
+    pub me: u32,
+    /// Where each rank is to be found, this one included.
+    pub members: Vec<Address>,
+}
+
+/// An operation to run.
+pub struct Call {
+    /// The group.
+    pub channel: u64,
+    /// Its number in the group: consecutive for collectives, posted in order.
+    pub seq: u64,
+    /// What to do. Must have been validated.
+    pub collective: Collective,
+    /// Dropped when the memory is no longer used.
+    pub keep: Option<Keep>,
+    /// When it is overdue.
+    pub timeout: Duration,
+    /// The caller waits at once, so nobody else need be woken.
+    pub sync: bool,
+}
+
+/// How a wait ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waited {
+    /// The operation ended; see its state.
+    Ended,
+    /// It is still under way.
+    TimedOut,
+    /// The caller's callback said to stop.
+    Interrupted,
+}
+
+/// How long to look before sleeping.
+struct Patience {
+    since: Option<Instant>,
+    looks: u32,
+    spin: bool,
+}
+
+impl Patience {
+    fn new(spin: bool) -> Self {
+        Patience { since: None, looks: 0, spin }
+    }
+
+    fn reset(&mut self) {
+        self.since = None;
+        self.looks = 0;
+    }
+
+    /// Waits a little; `false` when it is time to sleep.
+    fn wait(&mut self) -> bool {
+        self.looks += 1;
+        if self.spin && self.looks < 64 {
+            std::hint::spin_loop();
+            return true;
+        }
+        let since = *self.since.get_or_insert_with(Instant::now);
+        let waited = since.elapsed();
+        if self.spin && waited < SPIN {
+            for _ in 0..16 {
+                std::hint::spin_loop();
+            }
+            return true;
+        }
+        rustix::thread::sched_yield();
+        waited < if self.spin { SPIN + YIELD } else { YIELD }
+    }
+}
+
+impl Hub {
+    /// Starts a hub: its sockets and its progress thread.
+    pub fn start(config: Config) -> Result<Hub, HubError> {
+        fork::install();
+        crate::link::shm::permit_reads();
+        let mut id = [0u8; 16];
+        getrandom::fill(&mut id).map_err(|error| HubError::System {
+            what: "random numbers",
+            source: std::io::Error::other(error.to_string()),
+        })?;
+        let me = HubId(u128::from_le_bytes(id));
+        let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let machine = machine();
+        let host = config.host.clone().unwrap_or_else(|| machine.clone());
+        let name = config.host.clone().unwrap_or(name);
+        let net = Net::new(me, host, machine, name, config.port)?;
+        let memory = SharedPool::default();
+        let (epoll, bell, address) = (net.epoll.clone(), net.bell.clone(), net.address.clone());
+        let shared = Arc::new(Shared {
+            engine: Mutex::new(Engine::new(config, net, memory.clone())),
+            inbox: SegQueue::new(),
+            tickets: Tickets::default(),
+            pool: Pool::new(),
+            memory,
+            epoll,
+            bell,
+            address,
+            foreground: AtomicUsize::new(0),
+            sleepers: AtomicUsize::new(0),
+            passengers: Mutex::new(Vec::new()),
+            aboard: AtomicUsize::new(0),
+            progress: AtomicU8::new(AWAKE),
+            thread: Mutex::new(None),
+            busy: AtomicBool::new(false),
+            spin: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            generation: fork::generation(),
+            garbage: Mutex::new(Vec::new()),
+        });
+        let weak = Arc::downgrade(&shared);
+        let handle = std::thread::Builder::new()
+            .name("podring-progress".into())
+            .spawn(move || {
+                while let Some(shared) = weak.upgrade() {
+                    if !shared.background() {
+                        return;
+                    }
+                }
+            })
+            .map_err(|source| HubError::System { what: "progress thread", source })?;
+        *shared.thread.lock() = Some(handle.thread().clone());
+        Ok(Hub(shared))
+    }
+
+    /// Where peers find this process.
+    pub fn address(&self) -> &Address {
+        &self.0.address
+    }
+
+    /// The pool on which callbacks run.
+    pub fn callbacks(&self) -> &Arc<Pool> {
+        &self.0.pool
+    }
+
+    /// This process made the hub, and wasn't forked from the one that did.
+    pub fn check_fork(&self) -> Result<(), HubError> {
+        if self.0.generation == fork::generation() { Ok(()) } else { Err(HubError::Forked) }
+    }
+
+    /// Accepts and presents the job's secret.
+    pub fn trust(&self, token: [u8; 16]) {
+        self.with(|engine| engine.trust(token));
+    }
+
+    /// Opens a group.
+    pub fn open(&self, spec: ChannelSpec) -> Result<(), HubError> {
+        self.check_fork()?;
+        let here = spec.members.iter().filter(|address| address.host == self.0.address.host).count();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let crowded = here > cores;
+        self.with(|engine| {
+            if engine.channels.contains_key(&spec.id) {
+                return Err(HubError::Duplicate { name: spec.name.clone() });
+            }
+            let mut hosts: Vec<&str> = Vec::new();
+            let mut channel = Channel {
+                name: spec.name.clone(),
+                me: spec.me,
+                members: Vec::with_capacity(spec.members.len()),
+                rank_of: rustc_hash::FxHashMap::default(),
+                hosts: Vec::with_capacity(spec.members.len()),
+                left: vec![false; spec.members.len()],
+                failed: None,
+                inquest: None,
+                started: 0,
+                records: std::collections::VecDeque::new(),
+                active: SmallVec::new(),
+                posted: Vec::new(),
+                early: std::collections::VecDeque::new(),
+                heard: rustc_hash::FxHashMap::default(),
+                plans: rustc_hash::FxHashMap::default(),
+                pending: 0,
+            };
+            for (rank, address) in spec.members.iter().enumerate() {
+                let host = hosts.iter().position(|known| *known == address.host).unwrap_or_else(|| {
+                    hosts.push(&address.host);
+                    hosts.len() - 1
+                });
+                channel.hosts.push(host as u32);
+                if rank as u32 == spec.me {
+                    channel.members.push(u32::MAX);
+                    continue;
+                }
+                let endpoint = engine.endpoint(address.hub);
+                let peer = &mut engine.endpoints[endpoint as usize];
+                peer.address.get_or_insert_with(|| address.clone());
+                channel.members.push(endpoint);
+                channel.rank_of.insert(endpoint, rank as u32);
+            }
+            if hosts.len() <= 1 {
+                channel.hosts.clear();
+            }
+            engine.open(spec.id, channel);
+            Ok(())
+        })?;
+        // One crowded group is enough to make spinning wrong; the world is opened first.
+        if crowded {
+            self.0.spin.store(false, Ordering::Relaxed);
+        } else if here > 1 {
+            self.0.spin.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Closes a group. What is under way in it fails.
+    pub fn close(&self, id: u64) {
+        if self.check_fork().is_ok() {
+            self.with(|engine| engine.close(id));
+            self.0.kick();
+        }
+    }
+
+    /// Fails a group, on all its members.
+    pub fn fail(&self, id: u64, failure: Failure) {
+        if self.check_fork().is_ok() {
+            self.with(|engine| engine.fail_channel(id, failure, true));
+            self.0.kick();
+        }
+    }
+
+    /// Why a group is broken, if it is.
+    pub fn failure(&self, id: u64) -> Option<Arc<Failure>> {
+        self.check_fork().ok()?;
+        self.with(|engine| engine.channels.get(&id).and_then(|channel| channel.failed.clone()))
+    }
+
+    /// Operations of a group under way.
+    pub fn pending(&self, id: u64) -> usize {
+        if self.check_fork().is_err() {
+            return 0;
+        }
+        self.with(|engine| engine.channels.get(&id).map_or(0, |channel| channel.pending))
+    }
+
+    fn with<R>(&self, act: impl FnOnce(&mut Engine) -> R) -> R {
+        let mut engine = self.0.engine.lock();
+        let result = act(&mut engine);
+        self.0.release(engine, true);
+        result
+    }
+
+    /// Starts an operation and returns without waiting for anybody.
+    pub fn post(&self, call: Call) -> Result<Arc<Ticket>, HubError> {
+        self.check_fork()?;
+        let shared = &*self.0;
+        let ticket = shared.tickets.take(call.seq, call.timeout);
+        let sync = call.sync;
+        let request = shared.prepare(call, ticket.clone());
+        match shared.engine.try_lock() {
+            Some(mut engine) => {
+                shared.take_inbox(&mut engine);
+                engine.submit(request);
+                engine.drive();
+                shared.release(engine, true);
+            }
+            None => {
+                shared.inbox.push(request);
+                shared.serve_inbox();
+            }
+        }
+        if !sync && !ticket.ended() {
+            shared.kick();
+        }
+        Ok(ticket)
+    }
+
+    /// Gives a ticket back for reuse.
+    pub fn recycle(&self, ticket: Arc<Ticket>) {
+        self.0.tickets.give(ticket);
+    }
+
+    /// Works until an operation has ended, `limit` has passed, or `interrupted` (asked now and then) says to stop.
+    pub fn wait(&self, ticket: &Ticket, limit: Option<Duration>, mut interrupted: impl FnMut() -> bool) -> Waited {
+        if ticket.ended() {
+            return Waited::Ended;
+        }
+        if self.check_fork().is_err() {
+            return Waited::TimedOut;
+        }
+        let shared = &*self.0;
+        shared.foreground.fetch_add(1, Ordering::SeqCst);
+        let until = limit.map(deadline);
+        let mut asked = Instant::now();
+        let result = loop {
+            if ticket.ended() {
+                break Waited::Ended;
+            }
+            let now = Instant::now();
+            if until.is_some_and(|until| now >= until) {
+                break Waited::TimedOut;
+            }
+            if now - asked >= NAP {
+                asked = now;
+                if interrupted() {
+                    break Waited::Interrupted;
+                }
+            }
+            let nap = until.map_or(NAP, |until| (until - now).min(NAP));
+            match shared.engine.try_lock() {
+                Some(engine) => shared.drive_for(engine, ticket, nap),
+                None => shared.ride(ticket, nap),
+            }
+        };
+        if shared.foreground.fetch_sub(1, Ordering::SeqCst) == 1 {
+            shared.hand_over();
+        }
+        shared.wake_passengers();
+        shared.drop_garbage();
+        result
+    }
+
+    /// Ends the progress thread. Operations under way stay so.
+    pub fn shut(&self) {
+        self.0.closing.store(true, Ordering::SeqCst);
+        self.0.wake_progress();
+    }
+}
+
+impl Shared {
+    /// Addresses of an operation's blocks; tensors that aren't plain are packed.
+    fn prepare(&self, call: Call, ticket: Arc<Ticket>) -> Request {
+        let mut parts = SmallVec::new();
+        let mut staging: SmallVec<[Buffer; 2]> = SmallVec::new();
+        let mut unpack: SmallVec<[Unpack; 1]> = SmallVec::new();
+        for part in &call.collective.parts {
+            let dtype = part.dtype;
+            // The tensor packed last, so that an in-place operation packs once.
+            let mut packed: Option<(*mut u8, &Layout, *mut u8)> = None;
+            let mut inputs = Blocks::new();
+            let place = |counts: &[usize], blocks: &mut Blocks, mut at: *mut u8| {
+                for &count in counts {
+                    blocks.push((at, count));
+                    at = at.wrapping_add(count * dtype.size());
+                }
+            };
+            let single = part.inputs.tensors.len() == 1;
+            for (index, tensor) in part.inputs.tensors.iter().enumerate() {
+                let counts = if single { &part.inputs.counts[..] } else { &part.inputs.counts[index..=index] };
+                let at = if tensor.layout.is_plain() {
+                    tensor.data
+                } else {
+                    let count = tensor.layout.numel().unwrap_or(0);
+                    let buffer = self.memory.take(count * dtype.size());
+                    // SAFETY: the tensor is readable by the caller's promise; the buffer is large enough.
+                    unsafe { kernel::pack(&tensor.layout, dtype, tensor.data, buffer.as_ptr(), 0..count) };
+                    let at = buffer.as_ptr();
+                    packed = Some((tensor.data, &tensor.layout, at));
+                    staging.push(buffer);
+                    at
+                };
+                place(counts, &mut inputs, at);
+            }
+            let mut outputs = Blocks::new();
+            let single = part.outputs.tensors.len() == 1;
+            for (index, tensor) in part.outputs.tensors.iter().enumerate() {
+                let counts = if single { &part.outputs.counts[..] } else { &part.outputs.counts[index..=index] };
+                let at = if tensor.layout.is_plain() {
+                    tensor.data
+                } else {
+                    let count = tensor.layout.numel().unwrap_or(0);
+                    let at = match packed {
+                        Some((data, layout, at)) if data == tensor.data && *layout == tensor.layout => at,
+                        _ => {
+                            let buffer = self.memory.take(count * dtype.size());
+                            let at = buffer.as_ptr();
+                            staging.push(buffer);
+                            at
+                        }
+                    };
+                    if count > 0 {
+                        unpack.push(Unpack { from: at, into: tensor.clone(), dtype, count });
+                    }
+                    at
+                };
+                place(counts, &mut outputs, at);
+            }
+            parts.push((inputs, outputs));
+        }
+        let fingerprint = if call.collective.kind.is_point_to_point() {
+            call.collective.parts.first().map_or(0, |part| part.dtype as u64 + 1)
+        } else {
+            call.collective.fingerprint()
+        };
+        Request {
+            channel: call.channel,
+            seq: call.seq,
+            fingerprint,
+            collective: call.collective,
+            parts,
+            staging,
+            unpack,
+            ticket,
+            keep: call.keep,
+            deadline: deadline(call.timeout),
+            timeout: call.timeout,
+        }
+    }
+
+    fn take_inbox(&self, engine: &mut Engine) -> bool {
+        let mut any = false;
+        while let Some(request) = self.inbox.pop() {
+            engine.submit(request);
+            any = true;
+        }
+        any
+    }
+
+    /// Makes sure that what is in the inbox is taken out: by whoever holds the token, or by this thread.
+    fn serve_inbox(&self) {
+        while !self.inbox.is_empty() {
+            let Some(mut engine) = self.engine.try_lock() else { return };
+            self.take_inbox(&mut engine);
+            engine.drive();
+            self.release(engine, false);
+        }
+    }
+
+    /// Gives the token up, then does what must not be done under it.
+    fn release(&self, mut engine: MutexGuard<'_, Engine>, serve: bool) {
+        let callbacks = std::mem::take(&mut engine.callbacks);
+        if !engine.garbage.is_empty() {
+            self.garbage.lock().append(&mut engine.garbage);
+        }
+        self.busy.store(engine.busy(), Ordering::SeqCst);
+        drop(engine);
+        for callback in callbacks {
+            self.pool.run(callback);
+        }
+        if serve {
+            self.serve_inbox();
+        }
+    }
+
+    /// Drops memory nobody uses any more. Never under a lock: a drop may take the interpreter's.
+    fn drop_garbage(&self) {
+        let garbage = {
+            let mut garbage = self.garbage.lock();
+            if garbage.is_empty() {
+                return;
+            }
+            std::mem::take(&mut *garbage)
+        };
+        drop(garbage);
+    }
+
+    /// Drives until the ticket has ended or about `nap` has passed without that.
+    fn drive_for<'a>(&'a self, mut engine: MutexGuard<'a, Engine>, ticket: &Ticket, nap: Duration) {
+        let start = Instant::now();
+        let mut patience = Patience::new(self.spin.load(Ordering::Relaxed));
+        let mut rounds = 0u32;
+        let mut ended = engine.ended;
+        engine.disarm();
+        loop {
+            let mut moved = !self.inbox.is_empty() && self.take_inbox(&mut engine);
+            moved |= engine.drive();
+            if ticket.ended() {
+                break;
+            }
+            if engine.ended != ended {
+                ended = engine.ended;
+                self.wake_passengers();
+                if !engine.callbacks.is_empty() {
+                    // Somebody waits for them, perhaps before going on with what this thread waits for.
+                    for callback in std::mem::take(&mut engine.callbacks) {
+                        self.pool.run(callback);
+                    }
+                }
+            }
+            rounds += 1;
+            if rounds.is_multiple_of(64) || engine.net.tcp_links > 0 && !moved {
+                moved |= engine.poll_sockets();
+                let now = Instant::now();
+                engine.tick(now);
+                if now - start >= nap {
+                    break;
+                }
+            }
+            if moved {
+                patience.reset();
+            } else if !patience.wait() {
+                if engine.arm() {
+                    let next = engine.tick(Instant::now());
+                    if engine.runnable() || ticket.ended() {
+                        engine.disarm();
+                        continue;
+                    }
+                    self.release(engine, true);
+                    self.sleep(next, nap);
+                    let Some(again) = self.engine.try_lock() else { return };
+                    engine = again;
+                    engine.disarm();
+                    engine.poll_sockets();
+                    if start.elapsed() >= nap {
+                        break;
+                    }
+                }
+                patience.reset();
+            }
+        }
+        self.release(engine, true);
+    }
+
+    /// Sleeps until a socket or the bell wakes this process, at most until `next` or `longest`.
+    fn sleep(&self, next: Option<Instant>, longest: Duration) {
+        let limit = next.map_or(longest, |next| next.saturating_duration_since(Instant::now()).min(longest));
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        // What was posted before this process counted as asleep rang no bell.
+        fence(Ordering::SeqCst);
+        if self.inbox.is_empty() {
+            let time = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
+            let _ = poll(&mut [PollFd::new(&*self.epoll, PollFlags::IN)], Some(&time));
+        }
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Another thread drives: sleeps until an operation ends or the token may be free.
+    fn ride(&self, ticket: &Ticket, nap: Duration) {
+        self.passengers.lock().push(std::thread::current());
+        self.aboard.fetch_add(1, Ordering::SeqCst);
+        if !ticket.ended() && self.engine.is_locked() {
+            std::thread::park_timeout(nap.min(Duration::from_millis(1)));
+        }
+        self.aboard.fetch_sub(1, Ordering::SeqCst);
+        let me = std::thread::current().id();
+        self.passengers.lock().retain(|thread| thread.id() != me);
+    }
+
+    fn wake_passengers(&self) {
+        if self.aboard.load(Ordering::SeqCst) > 0 {
+            for thread in self.passengers.lock().iter() {
+                thread.unpark();
+            }
+        }
+    }
+
+    /// Work was left that nobody waits for: sees to it that somebody does it.
+    fn kick(&self) {
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            endpoint::ring(&self.bell);
+        } else if self.foreground.load(Ordering::SeqCst) == 0 {
+            self.wake_progress();
+        }
+    }
+
+    /// The last waiter leaves: the progress thread takes over if there is something to do.
+    fn hand_over(&self) {
+        if self.busy.load(Ordering::SeqCst) || !self.inbox.is_empty() || self.progress.load(Ordering::SeqCst) == PARKED {
+            self.wake_progress();
+        }
+    }
+
+    fn wake_progress(&self) {
+        match self.progress.load(Ordering::SeqCst) {
+            PARKED => {
+                if let Some(thread) = &*self.thread.lock() {
+                    thread.unpark();
+                }
+            }
+            ASLEEP => endpoint::ring(&self.bell),
+            _ => {}
+        }
+    }
+
+    /// One stretch of the progress thread; `false` when it is to end.
+    fn background(&self) -> bool {
+        if self.closing.load(Ordering::SeqCst) || self.generation != fork::generation() {
+            return false;
+        }
+        if self.foreground.load(Ordering::SeqCst) > 0 {
+            self.progress.store(PARKED, Ordering::SeqCst);
+            if self.foreground.load(Ordering::SeqCst) > 0 {
+                std::thread::park_timeout(NAP);
+            }
+            self.progress.store(AWAKE, Ordering::SeqCst);
+            return true;
+        }
+        let mut patience = Patience::new(false);
+        loop {
+            if self.foreground.load(Ordering::SeqCst) > 0 {
+                return true;
+            }
+            let Some(mut engine) = self.engine.try_lock() else {
+                rustix::thread::sched_yield();
+                continue;
+            };
+            let mut moved = self.take_inbox(&mut engine);
+            moved |= engine.drive();
+            if !moved {
+                moved |= engine.poll_sockets();
+            }
+            let next = engine.tick(Instant::now());
+            let busy = engine.busy();
+            if moved || busy && patience.wait() {
+                if moved {
+                    patience.reset();
+                }
+                self.release(engine, false);
+                continue;
+            }
+            if engine.runnable() || busy && !engine.arm() {
+                self.release(engine, false);
+                patience.reset();
+                continue;
+            }
+            self.progress.store(ASLEEP, Ordering::SeqCst);
+            self.release(engine, false);
+            if !self.garbage.lock().is_empty() {
+                let garbage = std::mem::take(&mut *self.garbage.lock());
+                self.pool.run(Box::new(move || drop(garbage)));
+            }
+            if self.inbox.is_empty() && self.foreground.load(Ordering::SeqCst) == 0 {
+                self.sleep(next, Duration::from_secs(1));
+            }
+            self.progress.store(AWAKE, Ordering::SeqCst);
+            if let Some(mut engine) = self.engine.try_lock() {
+                engine.poll_sockets();
+                self.release(engine, false);
+            }
+            return true;
+        }
+    }
+}
+
+/// This machine and its network namespace: where loopback and abstract sockets mean the same.
+fn machine() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let net = std::fs::read_link("/proc/self/ns/net").map(|path| path.display().to_string()).unwrap_or_default();
+    format!("{}/{net}", boot.trim())
+}

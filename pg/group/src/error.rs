@@ -1,0 +1,162 @@
+//! What a caller of a process group may get instead of a result.
+
+use std::sync::Arc;
+
+use podring_collective::Invalid;
+use podring_fabric::error::{Failure, HubError};
+use podring_fabric::hub::BadSetting;
+
+use crate::store::StoreError;
+
+/// Why a call failed.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Error {
+    /// The request is wrong by itself.
+    #[error("rank {rank}: {source}")]
+    Invalid {
+        /// This rank.
+        rank: u32,
+        /// What is wrong.
+        source: Invalid,
+    },
+    /// The group is broken, or this operation failed.
+    #[error("{failure} [group {group}, rank {rank}]")]
+    Failed {
+        /// The group's name.
+        group: String,
+        /// This rank.
+        rank: u32,
+        /// Why.
+        failure: Arc<Failure>,
+    },
+    /// A wait with a time limit of its own ended before the operation, which is still under way.
+    #[error("wait on {op}, seq {seq}, timed out after {after_ms} ms; the operation is still under way [group {group}, rank {rank}]")]
+    WaitTimeout {
+        /// The operation's name.
+        op: &'static str,
+        /// Its sequence number.
+        seq: u64,
+        /// The limit.
+        after_ms: u64,
+        /// The group's name.
+        group: String,
+        /// This rank.
+        rank: u32,
+    },
+    /// Some ranks didn't come.
+    #[error("{what}: no sign of rank{} {} within {after_ms} ms; {present} of {size} came [group {group}, rank {rank}]", if missing.len() == 1 { "" } else { "s" }, list(missing))]
+    Missing {
+        /// What they were awaited for.
+        what: &'static str,
+        /// Who didn't come.
+        missing: Vec<u32>,
+        /// How many did.
+        present: usize,
+        /// The group's size.
+        size: u32,
+        /// The limit.
+        after_ms: u64,
+        /// The group's name.
+        group: String,
+        /// This rank.
+        rank: u32,
+    },
+    /// Ranks disagree on the group itself.
+    #[error("rank {rank} has {what} {mine}, but rank {other} has {theirs} [group {group}]")]
+    Disagree {
+        /// On what.
+        what: &'static str,
+        /// This rank's.
+        mine: String,
+        /// The other's.
+        theirs: String,
+        /// The other.
+        other: u32,
+        /// The group's name.
+        group: String,
+        /// This rank.
+        rank: u32,
+    },
+    /// The launcher's store failed.
+    #[error("rank {rank}: store: {source}")]
+    Store {
+        /// This rank.
+        rank: u32,
+        /// What it said.
+        source: StoreError,
+    },
+    /// A setting in the environment is wrong.
+    #[error(transparent)]
+    Setting(#[from] BadSetting),
+    /// The hub can't start or be used.
+    #[error(transparent)]
+    Hub(Arc<HubError>),
+    /// The caller's interrupt callback said to stop.
+    #[error("interrupted")]
+    Interrupted,
+}
+
+fn list(ranks: &[u32]) -> String {
+    const SHOWN: usize = 32;
+    let mut text = ranks.iter().take(SHOWN).map(u32::to_string).collect::<Vec<_>>().join(", ");
+    if ranks.len() > SHOWN {
+        text.push_str(&format!(" and {} more", ranks.len() - SHOWN));
+    }
+    text
+}
+
+impl From<HubError> for Error {
+    fn from(error: HubError) -> Self {
+        Error::Hub(Arc::new(error))
+    }
+}
+
+/// Which kind of exception an error becomes. The codes are the C ABI's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub enum Kind {
+    /// Wrong by itself.
+    Invalid = 1,
+    /// Right, but not to be had here.
+    Unsupported = 2,
+    /// A deadline passed.
+    Timeout = 3,
+    /// A rank is gone.
+    PeerLost = 4,
+    /// Ranks called different things.
+    Mismatch = 5,
+    /// Aborted, closed, or failed before.
+    Aborted = 6,
+    /// The launcher's store.
+    Store = 7,
+    /// The network.
+    Network = 8,
+    /// A bug.
+    Internal = 9,
+    /// Interrupted by the caller.
+    Interrupted = 10,
+}
+
+impl Error {
+    /// Its kind.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Error::Invalid { .. } | Error::Setting(_) => Kind::Invalid,
+            Error::Failed { failure, .. } => match **failure {
+                Failure::Timeout { .. } => Kind::Timeout,
+                Failure::PeerLost { .. } => Kind::PeerLost,
+                Failure::Mismatch { .. } => Kind::Mismatch,
+                Failure::Aborted { .. } => Kind::Aborted,
+                Failure::Internal { .. } => Kind::Internal,
+            },
+            Error::WaitTimeout { .. } | Error::Missing { .. } => Kind::Timeout,
+            Error::Disagree { .. } => Kind::Mismatch,
+            Error::Store { .. } => Kind::Store,
+            Error::Hub(error) => match **error {
+                HubError::System { .. } => Kind::Network,
+                HubError::Forked | HubError::Closed | HubError::Duplicate { .. } => Kind::Aborted,
+            },
+            Error::Interrupted => Kind::Interrupted,
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! Who is in the group still: a place to report a failure, and to hear of one.
+//!
+//! Ranks tell each other over their links, which is faster; this is for when there is no link, or nobody to answer it.
+
+use std::sync::Arc;
+
+use podring_fabric::error::Failure;
+
+use crate::store::{Store, StoreError};
+
+/// The members' common knowledge of a group.
+pub trait Membership: Send + Sync {
+    /// Tells all members that the group failed. The first report stands.
+    fn report(&self, failure: &Failure) -> Result<(), StoreError>;
+    /// The failure that was reported, if one was. Doesn't wait.
+    fn watch(&self) -> Result<Option<Failure>, StoreError>;
+    /// Counts the formings of the group.
+    fn epoch(&self) -> u64;
+}
+
+/// Membership over the launcher's store.
+pub struct StoreMembership {
+    store: Arc<dyn Store>,
+    epoch: u64,
+}
+
+impl StoreMembership {
+    /// Over `store`, which is the group's own.
+    pub fn new(store: Arc<dyn Store>, epoch: u64) -> Self {
+        StoreMembership { store, epoch }
+    }
+
+    fn key(&self) -> String {
+        format!("podring/{}/failed", self.epoch)
+    }
+}
+
+impl Membership for StoreMembership {
+    fn report(&self, failure: &Failure) -> Result<(), StoreError> {
+        if self.store.add(&format!("{}/count", self.key()), 1)? > 1 {
+            return Ok(());
+        }
+        let text = serde_json::to_vec(failure).map_err(|error| StoreError {
+            call: "set",
+            key: self.key(),
+            why: error.to_string(),
+        })?;
+        self.store.set(&self.key(), &text)
+    }
+
+    fn watch(&self) -> Result<Option<Failure>, StoreError> {
+        let key = self.key();
+        if !self.store.check(std::slice::from_ref(&key))? {
+            return Ok(None);
+        }
+        let text = self.store.get(&key)?;
+        serde_json::from_slice(&text).map(Some).map_err(|error| StoreError { call: "get", key, why: error.to_string() })
+    }
+
+    fn epoch(&self) -> u64 {
+        self.epoch
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::MemoryStore;
+
+    #[test]
+    fn the_first_report_stands() {
+        let membership = StoreMembership::new(Arc::new(MemoryStore::default()), 3);
+        assert_eq!(membership.watch().unwrap(), None);
+        let failure = |why: &str| Failure::Aborted { by: Some(1), why: why.into() };
+        membership.report(&failure("first")).unwrap();
+        membership.report(&failure("second")).unwrap();
+        assert_eq!(membership.watch().unwrap(), Some(failure("first")));
+        assert_eq!(membership.epoch(), 3);
+    }
+}

@@ -1,0 +1,214 @@
+//! Forming: every rank publishes where it is to be found and learns the same of the others.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use podring_fabric::hub::Address;
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::store::{Store, StoreError};
+
+/// Version of the published record.
+const VERSION: u32 = 1;
+
+/// The members of a job, as they found each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct World {
+    /// Tells this world from every other.
+    pub id: u128,
+    /// The job's secret, made by rank 0; as private as the store it travels in.
+    pub token: [u8; 16],
+    /// Where each rank is to be found.
+    pub members: Vec<Address>,
+}
+
+/// What a rank publishes.
+#[derive(Debug, Serialize, Deserialize)]
+struct Record {
+    version: u32,
+    rank: u32,
+    size: u32,
+    address: Address,
+    /// Rank 0's alone.
+    world: Option<(u128, [u8; 16])>,
+}
+
+/// What forming needs to know.
+pub struct Forming<'a> {
+    /// The group's name.
+    pub name: &'a str,
+    /// Which forming of that name this is in this process.
+    pub epoch: u64,
+    /// This rank.
+    pub rank: u32,
+    /// How many come.
+    pub size: u32,
+    /// How long to wait for them.
+    pub timeout: Duration,
+    /// This process.
+    pub address: &'a Address,
+}
+
+fn random() -> [u8; 16] {
+    let mut bytes = [0u8; 16];
+    if getrandom::fill(&mut bytes).is_err() {
+        // No randomness: the clock and the address of a local tell worlds apart, though not against an adversary.
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        bytes = (now.as_nanos() ^ (std::ptr::from_ref(&now) as u128) << 64).to_le_bytes();
+    }
+    bytes
+}
+
+/// Publishes this rank and waits for the others.
+pub fn form(store: &dyn Store, forming: &Forming, mut interrupted: impl FnMut() -> bool) -> Result<World, Error> {
+    let Forming { name, epoch, rank, size, timeout, address } = *forming;
+    let failed = |source: StoreError| Error::Store { rank, source };
+    let key = |rank: u32| format!("podring/{epoch}/{rank}");
+    let world = (rank == 0).then(|| (u128::from_le_bytes(random()), random()));
+    let record = Record { version: VERSION, rank, size, address: address.clone(), world };
+    let text = serde_json::to_vec(&record)
+        .map_err(|error| failed(StoreError { call: "set", key: key(rank), why: error.to_string() }))?;
+    store.set(&key(rank), &text).map_err(failed)?;
+    let keys: Vec<String> = (0..size).map(key).collect();
+    let start = Instant::now();
+    let mut pause = Duration::from_micros(200);
+    let mut asked = start;
+    while !store.check(&keys).map_err(failed)? {
+        if start.elapsed() >= timeout {
+            let mut missing = Vec::new();
+            for other in 0..size {
+                if !store.check(&keys[other as usize..=other as usize]).map_err(failed)? {
+                    missing.push(other);
+                }
+            }
+            if missing.is_empty() {
+                break;
+            }
+            return Err(Error::Missing {
+                what: "forming the group",
+                present: size as usize - missing.len(),
+                missing,
+                size,
+                after_ms: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX),
+                group: name.to_owned(),
+                rank,
+            });
+        }
+        if asked.elapsed() > Duration::from_millis(50) {
+            asked = Instant::now();
+            if interrupted() {
+                return Err(Error::Interrupted);
+            }
+        }
+        std::thread::sleep(pause.min(timeout.saturating_sub(start.elapsed())).max(Duration::from_micros(50)));
+        pause = (pause * 3 / 2).min(Duration::from_millis(20));
+    }
+    let mut members = Vec::with_capacity(size as usize);
+    let mut found = None;
+    for (other, key) in keys.iter().enumerate() {
+        let text = store.get(key).map_err(failed)?;
+        let unreadable = |why: String| failed(StoreError { call: "get", key: key.clone(), why });
+        let record: Record = serde_json::from_slice(&text).map_err(|error| unreadable(error.to_string()))?;
+        let other = other as u32;
+        let disagree = |what, mine: String, theirs: String| {
+            Err(Error::Disagree { what, mine, theirs, other, group: name.to_owned(), rank })
+        };
+        if record.version != VERSION {
+            return disagree("record version", VERSION.to_string(), record.version.to_string());
+        }
+        if record.size != size {
+            return disagree("world size", size.to_string(), record.size.to_string());
+        }
+        if other == rank && record.address != *address {
+            // Somebody else published under this number.
+            return disagree("rank number", format!("{rank} here"), format!("{rank} on {}", record.address.name));
+        }
+        found = found.or(record.world);
+        members.push(record.address);
+    }
+    let Some((id, token)) = found else {
+        return Err(failed(StoreError { call: "get", key: keys[0].clone(), why: "rank 0 named no world".into() }));
+    };
+    Ok(World { id, token, members })
+}
+
+/// The channel of a group within a world: FNV-1a over the world, the name and the epoch.
+pub fn channel(world: u128, name: &str, epoch: u64) -> u64 {
+    let mut hash = 0xcbf2_9ce4_8422_2325u64;
+    for byte in world.to_le_bytes().into_iter().chain(epoch.to_le_bytes()).chain(name.bytes()) {
+        hash = (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+    }
+    hash
+}
+
+/// The current default world of the process, for groups made within it.
+#[derive(Default)]
+pub(crate) struct Current(Option<Arc<World>>);
+
+impl Current {
+    pub fn set(&mut self, world: Arc<World>) {
+        self.0 = Some(world);
+    }
+
+    pub fn get(&self) -> Option<Arc<World>> {
+        self.0.clone()
+    }
+
+    /// Forgets a world that is being destroyed.
+    pub fn clear(&mut self, id: u128) {
+        if self.0.as_ref().is_some_and(|world| world.id == id) {
+            self.0 = None;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::MemoryStore;
+    use podring_fabric::wire::HubId;
+
+    fn address(number: u32) -> Address {
+        let host = format!("host{number}");
+        Address { hub: HubId(number.into()), host: host.clone(), machine: "m".into(), name: host, tcp: vec![] }
+    }
+
+    fn join(store: &MemoryStore, rank: u32, size: u32, timeout_ms: u64) -> Result<World, Error> {
+        let (address, timeout) = (address(rank), Duration::from_millis(timeout_ms));
+        form(store, &Forming { name: "g", epoch: 0, rank, size, timeout, address: &address }, || false)
+    }
+
+    #[test]
+    fn all_learn_the_same() {
+        let store = MemoryStore::default();
+        let worlds: Vec<World> = std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..4).map(|rank| scope.spawn({ let store = &store; move || join(store, rank, 4, 10_000).unwrap() })).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        assert!(worlds.windows(2).all(|pair| pair[0] == pair[1]));
+        assert_eq!(worlds[0].members.len(), 4);
+    }
+
+    #[test]
+    fn names_who_is_missing() {
+        let store = MemoryStore::default();
+        let error = join(&store, 1, 3, 20).unwrap_err();
+        assert!(matches!(&error, Error::Missing { missing, present: 1, .. } if missing == &[0, 2]), "{error}");
+        assert!(error.to_string().contains("ranks 0, 2"), "{error}");
+    }
+
+    #[test]
+    fn differing_sizes_and_twins_are_named() {
+        let store = MemoryStore::default();
+        let _ = join(&store, 0, 1, 20).unwrap();
+        let error = join(&store, 1, 2, 20).unwrap_err();
+        assert!(matches!(error, Error::Disagree { what: "world size", other: 0, .. }), "{error}");
+    }
+
+    #[test]
+    fn channels_differ_by_world_name_and_epoch() {
+        let base = channel(1, "a", 0);
+        assert!(base != channel(2, "a", 0) && base != channel(1, "b", 0) && base != channel(1, "a", 1));
+    }
+}

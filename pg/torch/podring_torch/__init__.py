@@ -1,0 +1,40 @@
+"""podring's c10d face. One compiled module per torch minor version: ``_face_2_15`` is for torch 2.15.
+
+c10d has no stable binary interface, so a face must meet exactly the torch it was built for. Nothing is imported here;
+``podring._register`` picks the module.
+"""
+
+import importlib
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Protocol, cast
+
+from torch._C._distributed_c10d import Backend, _DistributedBackendOptions
+
+_PREFIX = "_face_"
+
+
+class Face(Protocol):
+    """What the compiled module offers."""
+
+    torch_version: str
+
+    def create(
+        self, opts: _DistributedBackendOptions, backend_options: Backend.Options | None = None, name: str = "tpu"
+    ) -> Backend: ...
+
+    def drain(self, timeout: float) -> bool: ...
+
+
+def minors() -> list[str]:
+    """The torch minor versions that faces are installed for, such as ``["2.15"]``."""
+    found = set()
+    for path in Path(__file__).parent.glob(f"{_PREFIX}*"):
+        if any(path.name.endswith(suffix) for suffix in EXTENSION_SUFFIXES):
+            found.add(path.name.removeprefix(_PREFIX).split(".")[0].replace("_", "."))
+    return sorted(found)
+
+
+def load(minor: str) -> Face:
+    """The face for a torch minor version that ``minors()`` has. The running torch must be of that version."""
+    return cast(Face, importlib.import_module(f"{__name__}.{_PREFIX}{minor.replace('.', '_')}"))

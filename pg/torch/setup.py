@@ -1,0 +1,20 @@
+"""Builds the face against the torch at hand: ``pip install --no-build-isolation --no-deps ./pg/torch``."""
+
+import torch
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+# c10d's binary interface changes with torch's minor version, so the module's name carries it.
+MINOR = "_".join(torch.__version__.split(".")[:2])
+
+setup(
+    ext_modules=[
+        CppExtension(
+            f"podring_torch._face_{MINOR}",
+            ["face.cpp"],
+            depends=["call.hpp", "core.hpp", "face.hpp", "podring.h", "store.hpp", "work.hpp"],
+            extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"],
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=False)},
+)
