@@ -79,7 +79,12 @@ pub const V2: Rates = Rates {
     hop: HOP,
     launch: LAUNCH_BOOK,
     achieved: ACHIEVED_ASSUMED,
-    core_to_core: Some(cited(350.0e9, DOC_V2, "2020-07", "assumed: half of the chip's 700 GB/s of HBM (read and write)")),
+    core_to_core: Some(cited(
+        350.0e9,
+        DOC_V2,
+        "2020-07",
+        "assumed: half of the chip's 700 GB/s of HBM (read and write)",
+    )),
     dcn: DCN_BOOK,
     dcn_latency: DCN_LATENCY,
 };
@@ -88,7 +93,12 @@ pub const V2: Rates = Rates {
 pub const V3: Rates = Rates {
     links_per_chip: cited(4.0, DOC_V2, "2020-07", "2-D torus, four links"),
     link: cited(82.0e9, DOC_V2, "2020-07", "656 Gb/s per link and direction"),
-    core_to_core: Some(cited(450.0e9, DOC_V2, "2020-07", "assumed: half of the chip's 900 GB/s of HBM (read and write)")),
+    core_to_core: Some(cited(
+        450.0e9,
+        DOC_V2,
+        "2020-07",
+        "assumed: half of the chip's 900 GB/s of HBM (read and write)",
+    )),
     ..V2
 };
 
@@ -99,7 +109,12 @@ pub const V4: Rates = Rates {
     hop: HOP,
     launch: LAUNCH_BOOK,
     achieved: ACHIEVED_ASSUMED,
-    core_to_core: Some(cited(600.0e9, DOC_V4, DOC_DATE, "assumed: half of the chip's 1200 GB/s of HBM (read and write)")),
+    core_to_core: Some(cited(
+        600.0e9,
+        DOC_V4,
+        DOC_DATE,
+        "assumed: half of the chip's 1200 GB/s of HBM (read and write)",
+    )),
     dcn: DCN_BOOK,
     dcn_latency: DCN_LATENCY,
 };
@@ -107,7 +122,12 @@ pub const V4: Rates = Rates {
 /// v5e.
 pub const V5E: Rates = Rates {
     links_per_chip: cited(4.0, DOC_V5E, DOC_DATE, "4 ICI ports per chip"),
-    link: cited(45.0e9, BOOK, BOOK_DATE, "4.5e10 one-way per link; the product page gives 400 GB/s for 4 links both ways"),
+    link: cited(
+        45.0e9,
+        BOOK,
+        BOOK_DATE,
+        "4.5e10 one-way per link; the product page gives 400 GB/s for 4 links both ways",
+    ),
     hop: HOP,
     launch: LAUNCH_BOOK,
     achieved: cited(
@@ -124,7 +144,12 @@ pub const V5E: Rates = Rates {
 /// v5p.
 pub const V5P: Rates = Rates {
     links_per_chip: cited(6.0, DOC_V5P, DOC_DATE, "3-D torus, six links"),
-    link: cited(90.0e9, BOOK, BOOK_DATE, "9e10 one-way per link; the product page gives 1200 GB/s for 6 links both ways"),
+    link: cited(
+        90.0e9,
+        BOOK,
+        BOOK_DATE,
+        "9e10 one-way per link; the product page gives 1200 GB/s for 6 links both ways",
+    ),
     hop: HOP,
     launch: LAUNCH_BOOK,
     achieved: ACHIEVED_ASSUMED,

@@ -197,12 +197,7 @@ impl Footprint {
 /// Predicts a collective of `bytes` on the group of `ranks`, all like groups of the slice running at once.
 ///
 /// For an irregular group the like groups are those of [`crate::cover::cover`] if it has one, else it runs alone.
-pub fn predict(
-    slice: &Slice,
-    ranks: &[u32],
-    collective: Collective,
-    bytes: u64,
-) -> Result<Prediction, TopologyError> {
+pub fn predict(slice: &Slice, ranks: &[u32], collective: Collective, bytes: u64) -> Result<Prediction, TopologyError> {
     check_ranks(slice, ranks)?;
     let group = classify_checked(slice, ranks);
     if let Some(footprint) = Footprint::of(&group) {
@@ -267,12 +262,9 @@ impl<'a> Model<'a> {
         match collective {
             Collective::AllToAll => [Some(self.all_to_all()), None, None, None],
             Collective::Permute => [Some(self.permute()), None, None, None],
-            Collective::AllReduce => [
-                Some(twice(self.bucket())),
-                self.ring().map(twice),
-                self.swing(),
-                self.swing_latency(),
-            ],
+            Collective::AllReduce => {
+                [Some(twice(self.bucket())), self.ring().map(twice), self.swing(), self.swing_latency()]
+            }
             // Broadcast and reduce pipeline the buffer over the same links; gather and scatter are bound by the
             // links of the root, which a corner chip has fewest of: the same sum of rates.
             Collective::AllGather
@@ -376,7 +368,11 @@ impl<'a> Model<'a> {
             loads += reach / 2f64.powi(step as i32 + 1);
         }
         let bandwidth = 2.0 * loads * self.bytes * self.groups_per_chip() / (2.0 * axes) / self.link;
-        Some(self.estimate(Algorithm::Swing, 2.0 * hops * self.rates.hop.value, bandwidth.max(2.0 * self.between_cores())))
+        Some(self.estimate(
+            Algorithm::Swing,
+            2.0 * hops * self.rates.hop.value,
+            bandwidth.max(2.0 * self.between_cores()),
+        ))
     }
 
     fn swing_latency(&self) -> Option<Estimate> {
@@ -395,8 +391,9 @@ impl<'a> Model<'a> {
         let chips = self.footprint.chips();
         let near = self.bytes / slices;
         let per_chip = near * f64::from(self.slice.devices_per_chip());
-        let twisted_whole =
-            self.slice.twisted() && chips as u32 == self.slice.chips_per_slice() && self.footprint.active().all(|e| e.wrap);
+        let twisted_whole = self.slice.twisted()
+            && chips as u32 == self.slice.chips_per_slice()
+            && self.footprint.active().all(|e| e.wrap);
         let (hops, mut bandwidth) = if twisted_whole {
             let (mean, furthest) = distances(self.slice);
             (f64::from(furthest), per_chip * mean / 6.0 / self.link)
@@ -410,10 +407,10 @@ impl<'a> Model<'a> {
             let busiest = load.fold(0.0, f64::max);
             (self.footprint.active().map(Self::axis_hops).sum(), busiest / self.link)
         };
-        if chips <= 1.0 {
-            if let (Some(rate), true) = (self.rates.core_to_core, self.footprint.cores > 1) {
-                bandwidth = near * (1.0 - 1.0 / f64::from(self.footprint.cores)) / (rate.value * 1e-6);
-            }
+        if chips <= 1.0
+            && let (Some(rate), true) = (self.rates.core_to_core, self.footprint.cores > 1)
+        {
+            bandwidth = near * (1.0 - 1.0 / f64::from(self.footprint.cores)) / (rate.value * 1e-6);
         }
         let mut latency = hops * self.rates.hop.value;
         if self.footprint.slices > 1 {

@@ -40,18 +40,18 @@ pub fn cover(slice: &Slice, groups: &[Vec<u32>]) -> Result<Cover, TopologyError>
     }
     check_ranks(slice, &groups.concat())?;
     let devices = slice.devices() as usize;
-    if devices % size != 0 {
+    if !devices.is_multiple_of(size) {
         return Err(TopologyError::NoCover { size, devices });
     }
     let mut result = groups.to_vec();
     if result.len() * size == devices {
         return Ok(Cover { groups: result, filling: Filling::Complete });
     }
-    if let Some(translated) = translates(slice, first) {
-        if let Some(rest) = without(slice, &translated, groups) {
-            result.extend(rest);
-            return Ok(Cover { groups: result, filling: Filling::Translated });
-        }
+    if let Some(translated) = translates(slice, first)
+        && let Some(rest) = without(slice, &translated, groups)
+    {
+        result.extend(rest);
+        return Ok(Cover { groups: result, filling: Filling::Translated });
     }
     let mut taken = vec![false; devices];
     for &rank in groups.iter().flatten() {
@@ -114,7 +114,7 @@ fn axis_shifts(slice: &Slice, group: &Group) -> Option<[Vec<u32>; 3]> {
     for axis in 0..3 {
         let extent = extents[axis];
         let block = extent.count * extent.stride;
-        if dims[axis] % block != 0 {
+        if !dims[axis].is_multiple_of(block) {
             return None;
         }
         // Moves are modulo the length; without a wrap they must keep lines inside their blocks.

@@ -65,9 +65,8 @@ impl<'a> Drawing<'a> {
 
     /// Whether both ends of a link are on one host.
     pub fn on_one_host(&self, link: &Link) -> bool {
-        let host = |chip: [u32; 3]| -> [u32; 3] {
-            std::array::from_fn(|axis| chip[axis] / self.slice.host_bounds()[axis])
-        };
+        let host =
+            |chip: [u32; 3]| -> [u32; 3] { std::array::from_fn(|axis| chip[axis] / self.slice.host_bounds()[axis]) };
         host(link.from) == host(link.to)
     }
 
@@ -206,7 +205,13 @@ impl<'a> Drawing<'a> {
                         let letter = self.paint(self.axis_of(slice_index, &link), options);
                         let left = width / 2;
                         let used = left + 1 + usize::from(!letter.is_empty());
-                        let _ = write!(below, "{:left$} {bar}{letter}{:rest$}", "", "", rest = (width + 5 - 1).saturating_sub(used));
+                        let _ = write!(
+                            below,
+                            "{:left$} {bar}{letter}{:rest$}",
+                            "",
+                            "",
+                            rest = (width + 5 - 1).saturating_sub(used)
+                        );
                     }
                     None => {
                         let _ = write!(below, "{:1$}", "", width + 5);

@@ -102,7 +102,9 @@ pub enum TopologyError {
         fitting_types: Vec<String>,
     },
     /// An accelerator type and a topology of different generations.
-    #[error("accelerator type \"{accelerator}\" is a {accelerator_generation} but topology \"{topology}\" is a {topology_generation}")]
+    #[error(
+        "accelerator type \"{accelerator}\" is a {accelerator_generation} but topology \"{topology}\" is a {topology_generation}"
+    )]
     GenerationMismatch {
         /// The type that came.
         accelerator: String,

@@ -121,8 +121,7 @@ pub(crate) fn classify_checked(slice: &Slice, ranks: &[u32]) -> Group {
     let size = ranks.len() as u32;
     let core_count = cores.count_ones();
     let slice_count = slices.iter().filter(|&&seen| seen).count() as u32;
-    let irregular =
-        Group { kind: GroupKind::Irregular, size, slices: slice_count, cores: core_count, extents: None };
+    let irregular = Group { kind: GroupKind::Irregular, size, slices: slice_count, cores: core_count, extents: None };
     let places = seen.iter().map(|axis| axis.iter().filter(|&&seen| seen).count() as u64).product::<u64>()
         * u64::from(core_count)
         * u64::from(slice_count);
@@ -137,7 +136,8 @@ pub(crate) fn classify_checked(slice: &Slice, ranks: &[u32]) -> Group {
         }
     }
     close_rings(slice, &mut extents);
-    let group = Group { kind: GroupKind::Irregular, size, slices: slice_count, cores: core_count, extents: Some(extents) };
+    let group =
+        Group { kind: GroupKind::Irregular, size, slices: slice_count, cores: core_count, extents: Some(extents) };
     Group { kind: kind_of(slice, &group, &extents), ..group }
 }
 
@@ -174,7 +174,7 @@ pub(crate) fn close_rings(slice: &Slice, extents: &mut [Extent; 3]) {
             && cyclic(extent, axis)
             && (0..3).all(|other| {
                 let shift = slice.twist(axis, other);
-                shift == 0 || (cyclic(&extents[other], other) && shift % extents[other].stride == 0)
+                shift == 0 || (cyclic(&extents[other], other) && shift.is_multiple_of(extents[other].stride))
             })
     });
     for axis in 0..3 {

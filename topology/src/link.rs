@@ -114,8 +114,7 @@ impl Slice {
         let dims = self.dims().map(i64::from);
         let delta: [i64; 3] = std::array::from_fn(|axis| i64::from(b[axis]) - i64::from(a[axis]));
         let mut best = (u32::MAX, [0; 3]);
-        let short: Vec<usize> =
-            (0..3).filter(|&axis| (0..3).any(|other| self.twist(axis, other) > 0)).collect();
+        let short: Vec<usize> = (0..3).filter(|&axis| (0..3).any(|other| self.twist(axis, other) > 0)).collect();
         let combinations = 3usize.pow(short.len() as u32);
         for combination in 0..combinations {
             let mut steps = delta;
@@ -125,8 +124,8 @@ impl Slice {
                 rest /= 3;
                 // Crossing +1 means leaving at the top: the walk is one length longer than the difference.
                 steps[axis] += crossing * dims[axis];
-                for other in 0..3 {
-                    steps[other] -= crossing * i64::from(self.twist(axis, other));
+                for (other, step) in steps.iter_mut().enumerate() {
+                    *step -= crossing * i64::from(self.twist(axis, other));
                 }
             }
             for axis in 0..3 {

@@ -282,8 +282,7 @@ fn dcn_factors(slice: &Slice, request: &MeshRequest, sizes: &[u32]) -> Result<Ve
     let slices = slice.slices();
     let mut factors = vec![1u32; sizes.len()];
     let fail = |reason| {
-        let parts: Vec<String> =
-            request.axes.iter().map(|axis| format!("{}={}", axis.name, axis.size)).collect();
+        let parts: Vec<String> = request.axes.iter().map(|axis| format!("{}={}", axis.name, axis.size)).collect();
         TopologyError::DcnAxes { slices, axes: parts.join(","), reason }
     };
     match &request.dcn {
@@ -295,7 +294,7 @@ fn dcn_factors(slice: &Slice, request: &MeshRequest, sizes: &[u32]) -> Result<Ve
                         axes: request.axes.iter().map(|axis| axis.name.clone()).collect(),
                     }
                 })?;
-                if *count == 0 || sizes[index] % count != 0 {
+                if *count == 0 || !sizes[index].is_multiple_of(*count) {
                     return Err(fail("the slices along an axis must divide its size"));
                 }
                 factors[index] = *count;
@@ -353,12 +352,12 @@ fn search(slice: &Slice, request: &MeshRequest, inner: &[u32], across: &[u32]) -
                 (weights[axis] + 1e-9) * us * (1.0 + 1e-9 * split as f64)
             })
         };
-        if let Some((total, shares)) = cheapest(places(slice), inner, &order, best.0, &mut time) {
-            if total < best.0 {
-                best.0 = total;
-                for (&axis, share) in order.iter().zip(shares) {
-                    best.1[axis] = share;
-                }
+        if let Some((total, shares)) = cheapest(places(slice), inner, &order, best.0, &mut time)
+            && total < best.0
+        {
+            best.0 = total;
+            for (&axis, share) in order.iter().zip(shares) {
+                best.1[axis] = share;
             }
         }
     }
@@ -416,8 +415,7 @@ fn cheapest(
     time: &mut impl FnMut(usize, Share) -> f64,
 ) -> Option<(f64, Vec<Share>)> {
     let root = Share { counts: [1; PLACES], strides: [1; PLACES] };
-    let mut stages: Vec<Vec<([u32; PLACES], State)>> =
-        vec![vec![(places, State { cost: 0.0, from: 0, share: root })]];
+    let mut stages: Vec<Vec<([u32; PLACES], State)>> = vec![vec![(places, State { cost: 0.0, from: 0, share: root })]];
     for (depth, &axis) in order.iter().enumerate() {
         let last = depth + 1 == order.len();
         let mut index: HashMap<[u32; PLACES], usize> = HashMap::new();
@@ -470,14 +468,14 @@ fn each_share(left: [u32; PLACES], size: u32, found: &mut impl FnMut([u32; PLACE
         found: &mut impl FnMut([u32; PLACES]),
     ) {
         if place + 1 == PLACES {
-            if left[place] % size == 0 {
+            if left[place].is_multiple_of(size) {
                 counts[place] = size;
                 found(*counts);
             }
             return;
         }
         let common = gcd(left[place], size);
-        for count in (1..=common).filter(|count| common % count == 0) {
+        for count in (1..=common).filter(|count| common.is_multiple_of(*count)) {
             counts[place] = count;
             take(place + 1, left, size / count, counts, found);
         }

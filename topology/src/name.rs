@@ -242,7 +242,7 @@ fn accelerator_chips(body: &str) -> Result<(Generation, u64), TopologyError> {
         });
     }
     let per_chip = count_per_chip(generation);
-    if count == 0 || count % per_chip != 0 {
+    if count == 0 || !count.is_multiple_of(per_chip) {
         return Err(bad_count(body, generation, count));
     }
     Ok((generation, count / per_chip))
@@ -285,13 +285,7 @@ fn default_shape(generation: Generation, chips: u64, accelerator: &str) -> Resul
         .ok_or_else(|| bad_count(accelerator, generation, chips * count_per_chip(generation)))
 }
 
-fn contradiction(
-    accelerator: &str,
-    generation: Generation,
-    chips: u64,
-    topology: &str,
-    shape: Shape,
-) -> TopologyError {
+fn contradiction(accelerator: &str, generation: Generation, chips: u64, topology: &str, shape: Shape) -> TopologyError {
     TopologyError::Contradiction {
         accelerator: accelerator.to_owned(),
         accelerator_chips: chips,

@@ -84,11 +84,7 @@ fn longest_step(slice: &Slice, order: &[u32]) -> u32 {
         .unwrap_or(0)
 }
 
-fn chip_tour(
-    slice: &Slice,
-    extents: Option<[Extent; 3]>,
-    chips: Vec<[u32; 3]>,
-) -> (Vec<[u32; 3]>, Hamiltonian) {
+fn chip_tour(slice: &Slice, extents: Option<[Extent; 3]>, chips: Vec<[u32; 3]>) -> (Vec<[u32; 3]>, Hamiltonian) {
     if chips.len() == 1 {
         return (chips, Hamiltonian::Cycle);
     }
@@ -100,9 +96,7 @@ fn chip_tour(
         let straight_wraps: [bool; 3] = std::array::from_fn(|axis| wraps[axis] && slice.wraps_straight(axis));
         let (cells, closed) = box_cycle(counts, straight_wraps);
         let place = |cell: [u32; 3]| -> [u32; 3] {
-            std::array::from_fn(|axis| {
-                (extents[axis].start + cell[axis] * extents[axis].stride) % slice.dims()[axis]
-            })
+            std::array::from_fn(|axis| (extents[axis].start + cell[axis] * extents[axis].stride) % slice.dims()[axis])
         };
         let tour: Vec<[u32; 3]> = cells.into_iter().map(place).collect();
         let one_hop = extents.iter().all(|extent| extent.count == 1 || extent.stride == 1);
@@ -149,7 +143,7 @@ pub fn box_cycle(counts: [u32; 3], wraps: [bool; 3]) -> (Vec<[u32; 3]>, bool) {
         _ => {
             // One axis as rows; a snake over the others as columns. Column 0 (or, over a wrap, the last row) is kept
             // for the way back.
-            if let Some(&rows) = active.iter().find(|&&axis| counts[axis] % 2 == 0) {
+            if let Some(&rows) = active.iter().find(|&&axis| counts[axis].is_multiple_of(2)) {
                 let path = snake(counts, &active, rows);
                 let columns = path.len();
                 let mut tour = Vec::with_capacity(columns * counts[rows] as usize);

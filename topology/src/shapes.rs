@@ -65,18 +65,19 @@ pub(crate) fn with_chips(generation: Generation, chips: u64) -> Vec<[u32; 3]> {
         return found;
     }
     for x in (1..=chips).take_while(|x| x * x <= chips) {
-        if chips % x != 0 {
+        if !chips.is_multiple_of(x) {
             continue;
         }
         let rest = chips / x;
         for y in (x..=rest).take_while(|y| y * y <= rest || generation.dimensions() == 2) {
-            if rest % y != 0 {
+            if !rest.is_multiple_of(y) {
                 continue;
             }
             let z = rest / y;
             let ascending = [x as u32, y as u32, z as u32];
             // Sub-cube shapes are written largest first along z only from 2x2: 2x2x1, not 1x2x2.
-            let dims = if generation.dimensions() == 3 && chips <= 4 { [z as u32, y as u32, x as u32] } else { ascending };
+            let dims =
+                if generation.dimensions() == 3 && chips <= 4 { [z as u32, y as u32, x as u32] } else { ascending };
             if check_shape(generation, dims).is_ok() && hosts_divide(generation, dims) {
                 found.push(dims);
             }
@@ -114,7 +115,7 @@ pub(crate) fn hosts_divide(generation: Generation, dims: [u32; 3]) -> bool {
 
 /// The names nearest to `dims` that exist and satisfy `also`.
 pub(crate) fn nearest(generation: Generation, dims: [u32; 3], also: impl Fn([u32; 3]) -> bool) -> Vec<String> {
-    let closest = closest(generation, dims, |candidate| also(candidate));
+    let closest = closest(generation, dims, also);
     closest.into_iter().map(|dims| format!("{generation}:{}", Shape::for_generation(generation, dims))).collect()
 }
 
@@ -147,10 +148,10 @@ fn closest(generation: Generation, dims: [u32; 3], also: impl Fn([u32; 3]) -> bo
         for &y in &extents {
             for &z in third {
                 let candidate = [x, y, z];
-                if check_shape(generation, candidate).is_ok() && hosts_divide(generation, candidate) && also(candidate) {
-                    let apart = (0..3)
-                        .map(|axis| log_distance(f64::from(candidate[axis]), f64::from(dims[axis].max(1))))
-                        .sum();
+                if check_shape(generation, candidate).is_ok() && hosts_divide(generation, candidate) && also(candidate)
+                {
+                    let apart =
+                        (0..3).map(|axis| log_distance(f64::from(candidate[axis]), f64::from(dims[axis].max(1)))).sum();
                     found.push((apart, candidate));
                 }
             }

@@ -274,11 +274,8 @@ impl Slice {
 
     /// The rank of a libtpu device id.
     pub fn rank_of_id(&self, id: u32) -> Option<u32> {
-        let (slice, inside) = if self.slices > 1 {
-            ((id / SLICE_ID_STEP).checked_sub(1)?, id % SLICE_ID_STEP)
-        } else {
-            (0, id)
-        };
+        let (slice, inside) =
+            if self.slices > 1 { ((id / SLICE_ID_STEP).checked_sub(1)?, id % SLICE_ID_STEP) } else { (0, id) };
         if inside >= self.devices_per_slice() {
             return None;
         }

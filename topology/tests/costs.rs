@@ -1,5 +1,7 @@
 //! Predicted times: formulas against links counted one by one, laws, and published measurements.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
 mod common;
 
 use std::collections::HashMap;

@@ -1,5 +1,7 @@
 //! What libtpu 0.0.52 says of slices, line by line, and what it refuses.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
 use podring_topology::{SliceOptions, TopologyError, parse_with};
 use serde::Deserialize;
 

@@ -1,5 +1,7 @@
 //! Classes, ring orders, diameters and covers.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
 mod common;
 
 use std::collections::HashSet;
@@ -41,8 +43,7 @@ proptest! {
         if let Some(extents) = group.extents {
             for &rank in &ranks {
                 let device = slice.device(rank).unwrap();
-                for axis in 0..3 {
-                    let extent = extents[axis];
+                for (axis, extent) in extents.iter().enumerate() {
                     let found = (0..extent.count)
                         .any(|step| (extent.start + step * extent.stride) % slice.dims()[axis] == device.coords[axis]);
                     prop_assert!(found);
@@ -77,7 +78,7 @@ proptest! {
 
     #[test]
     fn covers_hold_every_device_once((slice, ranks) in common::slice_and_ranks()) {
-        match cover(&slice, &[ranks.clone()]) {
+        match cover(&slice, std::slice::from_ref(&ranks)) {
             Ok(cover) => {
                 prop_assert_eq!(&cover.groups[0], &ranks);
                 prop_assert!(cover.groups.iter().all(|group| group.len() == ranks.len()));
@@ -188,9 +189,19 @@ fn whole_slices_have_a_cycle_wherever_one_exists() {
         let ring = ring_order(&slice, &ranks).unwrap();
         let dims = slice.dims();
         let lone = dims.iter().filter(|&&dim| dim > 1).count() == 1;
-        let exists = !lone || dims.iter().any(|&dim| dim == 2) || slice.wrap().contains(&true);
+        let exists = !lone || dims.contains(&2) || slice.wrap().contains(&true);
         assert_eq!(ring.hamiltonian == Hamiltonian::Cycle, exists, "{name}");
-        assert_eq!(ring.longest_step, if slice.chips_per_slice() == 1 { 0 } else if exists { 1 } else { 2 }, "{name}");
+        assert_eq!(
+            ring.longest_step,
+            if slice.chips_per_slice() == 1 {
+                0
+            } else if exists {
+                1
+            } else {
+                2
+            },
+            "{name}"
+        );
     }
 }
 

@@ -1,5 +1,7 @@
 //! Links, distances and routes against breadth-first search.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
 mod common;
 
 use std::collections::{HashMap, VecDeque};
@@ -68,7 +70,11 @@ fn full_tori_use_every_port() {
     for name in ["v5e:16x16", "v3:32x32", "v4:4x4x4", "tpu7x:4x4x8_twisted", "v5p:4x8x8_twisted"] {
         let slice = parse(name).unwrap();
         for chip in chips(&slice) {
-            assert_eq!(slice.links_of(chip).count(), slice.generation().rates().links_per_chip.value as usize, "{name}");
+            assert_eq!(
+                slice.links_of(chip).count(),
+                slice.generation().rates().links_per_chip.value as usize,
+                "{name}"
+            );
         }
     }
 }
@@ -76,7 +82,9 @@ fn full_tori_use_every_port() {
 #[test]
 fn twists_shorten_the_way_as_the_lattices_do() {
     // Camarero et al.: the diameter of the face-centred lattice of side k is 3k/2, as is the body-centred one's.
-    for (name, plain, twisted) in [("v5p:4x4x8", 8, 6), ("v5p:4x8x8", 10, 6), ("v5p:8x8x16", 16, 12), ("v5p:8x16x16", 20, 12)] {
+    for (name, plain, twisted) in
+        [("v5p:4x4x8", 8, 6), ("v5p:4x8x8", 10, 6), ("v5p:8x8x16", 16, 12), ("v5p:8x16x16", 20, 12)]
+    {
         assert_eq!(cost::distances(&parse(name).unwrap()).1, plain, "{name}");
         assert_eq!(cost::distances(&parse(&format!("{name}_twisted")).unwrap()).1, twisted, "{name} twisted");
     }

@@ -1,5 +1,7 @@
 //! Names, shapes and numbering.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
 mod common;
 
 use std::collections::HashSet;
@@ -158,7 +160,9 @@ fn type_and_topology_together() {
     assert_eq!(from_accelerator(None, Some("v5e:4x4"), &options).unwrap().to_string(), "v5e:4x4");
     assert_eq!(from_accelerator(Some("v4-8"), Some(""), &options).unwrap().to_string(), "v4:2x2x1");
     match both("v4-32", "2x2x2").unwrap_err() {
-        TopologyError::Contradiction { accelerator_chips, topology_chips, fitting_topologies, fitting_types, .. } => {
+        TopologyError::Contradiction {
+            accelerator_chips, topology_chips, fitting_topologies, fitting_types, ..
+        } => {
             assert_eq!((accelerator_chips, topology_chips), (16, 8));
             assert!(fitting_topologies.contains(&"2x2x4".to_owned()), "{fitting_topologies:?}");
             assert_eq!(fitting_types, ["v4-16"]);

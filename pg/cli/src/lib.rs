@@ -4,6 +4,8 @@ use std::ffi::OsString;
 
 use clap::{Parser, Subcommand};
 
+pub mod topo;
+
 /// TPU collectives for PyTorch.
 #[derive(Debug, Parser)]
 #[command(name = "podring", version, about, propagate_version = true)]
@@ -13,7 +15,9 @@ struct Cli {
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {}
+enum Command {
+    Topo(topo::Topo),
+}
 
 /// Runs the command line given in `args` (program name first) and returns the process exit code.
 ///
@@ -23,7 +27,9 @@ where
     I: IntoIterator<Item = OsString>,
 {
     match Cli::try_parse_from(args) {
-        Ok(Cli { command: Some(command) }) => match command {},
+        Ok(Cli { command: Some(command) }) => match command {
+            Command::Topo(topo) => topo.run(),
+        },
         Ok(Cli { command: None }) => {
             println!("podring {} (see podring --help)", env!("CARGO_PKG_VERSION"));
             0

@@ -30,7 +30,9 @@ pub enum Error {
         failure: Arc<Failure>,
     },
     /// A wait with a time limit of its own ended before the operation, which is still under way.
-    #[error("wait on {op}, seq {seq}, timed out after {after_ms} ms; the operation is still under way [group {group}, rank {rank}]")]
+    #[error(
+        "wait on {op}, seq {seq}, timed out after {after_ms} ms; the operation is still under way [group {group}, rank {rank}]"
+    )]
     WaitTimeout {
         /// The operation's name.
         op: &'static str,

@@ -126,7 +126,8 @@ fn moves(group: &ProcessGroup) {
 
         let sent: Vec<usize> = (0..size).map(|to| base * (rank + 2 * to)).collect();
         let got: Vec<usize> = (0..size).map(|from| base * (from + 2 * rank)).collect();
-        let mut source: Vec<i64> = sent.iter().enumerate().flat_map(|(to, &n)| vec![(rank * 10 + to) as i64; n]).collect();
+        let mut source: Vec<i64> =
+            sent.iter().enumerate().flat_map(|(to, &n)| vec![(rank * 10 + to) as i64; n]).collect();
         let mut target = vec![-1i64; got.iter().sum()];
         let exchange = one(
             Op::AllToAll,
@@ -136,7 +137,8 @@ fn moves(group: &ProcessGroup) {
             Blocks::cut(tensor(&mut target), &got),
         );
         finish(group, exchange).unwrap();
-        let expected: Vec<i64> = got.iter().enumerate().flat_map(|(from, &n)| vec![(from * 10 + rank) as i64; n]).collect();
+        let expected: Vec<i64> =
+            got.iter().enumerate().flat_map(|(from, &n)| vec![(from * 10 + rank) as i64; n]).collect();
         assert_eq!(target, expected);
 
         for root in 0..size {

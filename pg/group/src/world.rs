@@ -183,7 +183,14 @@ mod tests {
     fn all_learn_the_same() {
         let store = MemoryStore::default();
         let worlds: Vec<World> = std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..4).map(|rank| scope.spawn({ let store = &store; move || join(store, rank, 4, 10_000).unwrap() })).collect();
+            let ranks: Vec<_> = (0..4)
+                .map(|rank| {
+                    scope.spawn({
+                        let store = &store;
+                        move || join(store, rank, 4, 10_000).unwrap()
+                    })
+                })
+                .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });
         assert!(worlds.windows(2).all(|pair| pair[0] == pair[1]));

@@ -1,5 +1,6 @@
 //! Slices and groups for property tests.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each test uses its part")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 use podring_topology::{Generation, Slice, parse};
 use proptest::prelude::*;
@@ -29,15 +30,13 @@ pub fn slice_names() -> Vec<String> {
 
 /// Any valid slice of up to 512 devices, one to three of them.
 pub fn any_slice() -> impl Strategy<Value = Slice> {
-    let names: Vec<String> =
-        slice_names().into_iter().filter(|name| parse(name).unwrap().devices() <= 512).collect();
+    let names: Vec<String> = slice_names().into_iter().filter(|name| parse(name).unwrap().devices() <= 512).collect();
     (proptest::sample::select(names), 1u32..=3).prop_map(|(name, slices)| parse(&format!("{name}*{slices}")).unwrap())
 }
 
 /// A single slice of up to `most` devices.
 pub fn lone_slice(most: u32) -> impl Strategy<Value = Slice> {
-    let names: Vec<String> =
-        slice_names().into_iter().filter(|name| parse(name).unwrap().devices() <= most).collect();
+    let names: Vec<String> = slice_names().into_iter().filter(|name| parse(name).unwrap().devices() <= most).collect();
     proptest::sample::select(names).prop_map(|name| parse(&name).unwrap())
 }
 
@@ -74,9 +73,7 @@ pub fn box_ranks(slice: &Slice, extents: [(u32, u32, u32); 3], cores: &[u32]) ->
         for y in 0..extents[1].1 {
             for x in 0..extents[0].1 {
                 let step = [x, y, z];
-                let coords = std::array::from_fn(|axis| {
-                    (extents[axis].0 + step[axis] * extents[axis].2) % dims[axis]
-                });
+                let coords = std::array::from_fn(|axis| (extents[axis].0 + step[axis] * extents[axis].2) % dims[axis]);
                 ranks.extend(cores.iter().map(|&core| slice.rank_at(0, coords, core).unwrap()));
             }
         }

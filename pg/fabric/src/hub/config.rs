@@ -65,15 +65,17 @@ impl Config {
             Some("1" | "true" | "yes" | "on") => Ok(true),
             Some(other) => Err(BadSetting { variable, expected: "0 or 1", got: other.into() }),
         };
-        let number = |variable: &'static str, expected: &'static str, valid: &dyn Fn(u64) -> bool| {
-            match lookup(variable).as_deref().map(str::trim) {
+        let number =
+            |variable: &'static str, expected: &'static str, valid: &dyn Fn(u64) -> bool| match lookup(variable)
+                .as_deref()
+                .map(str::trim)
+            {
                 None | Some("") => Ok(None),
                 Some(text) => match text.parse::<u64>() {
                     Ok(value) if valid(value) => Ok(Some(value)),
                     _ => Err(BadSetting { variable, expected, got: text.into() }),
                 },
-            }
-        };
+            };
         config.cma = flag("PODRING_CMA", config.cma)?;
         config.deterministic = flag("PODRING_DETERMINISTIC", config.deterministic)?;
         let silence = number("PODRING_SILENCE_MS", "milliseconds, 100 or more", &|value| value >= 100)?;

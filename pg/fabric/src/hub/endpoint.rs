@@ -335,7 +335,8 @@ impl TcpOut {
                 self.written = 0;
                 if let Some(body) = &mut self.body {
                     // SAFETY: a live operation's memory.
-                    let rest = unsafe { std::slice::from_raw_parts(body.data.add(body.offset), body.len - body.offset) };
+                    let rest =
+                        unsafe { std::slice::from_raw_parts(body.data.add(body.offset), body.len - body.offset) };
                     let wrote = tcp::write(&self.socket, rest)?;
                     body.offset += wrote;
                     moved |= wrote > 0;

@@ -656,9 +656,8 @@ impl Engine {
         let Some(pid) = self.endpoints[endpoint as usize].readable else { return true };
         let piece = (receiving.len - receiving.got).min(STEP);
         // SAFETY: the receive's memory from `got` on has that many bytes.
-        let got = unsafe {
-            shm::read_memory(pid, addr + receiving.got as u64, receiving.data.add(receiving.got), piece)
-        };
+        let got =
+            unsafe { shm::read_memory(pid, addr + receiving.got as u64, receiving.data.add(receiving.got), piece) };
         let (op, lane) = (receiving.op, receiving.lane);
         match got {
             Ok(bytes) if bytes > 0 || piece == 0 => {
@@ -691,7 +690,15 @@ impl Engine {
     // ---- messages of operations ----
 
     /// Offers or sends a message. `true` if its memory is free again already.
-    pub fn send(&mut self, op: OpKey, lane: u32, endpoint: u32, mut header: Header, data: *const u8, len: usize) -> bool {
+    pub fn send(
+        &mut self,
+        op: OpKey,
+        lane: u32,
+        endpoint: u32,
+        mut header: Header,
+        data: *const u8,
+        len: usize,
+    ) -> bool {
         header.total = len as u64;
         let peer = &mut self.endpoints[endpoint as usize];
         let limit = match peer.out {
@@ -825,10 +832,11 @@ impl Engine {
     fn start_direct(&mut self, request: Request) {
         let (id, seq, kind, fingerprint) = (request.channel, request.seq, request.collective.kind, request.fingerprint);
         let element = request.collective.parts.first().map_or(1, |part| part.dtype.size());
-        let (source, target) = request.parts.first().map_or(((std::ptr::null_mut(), 0), (std::ptr::null_mut(), 0)), |p| {
-            let first = |blocks: &Blocks| blocks.first().copied().unwrap_or((std::ptr::null_mut(), 0));
-            (first(&p.0), first(&p.1))
-        });
+        let (source, target) =
+            request.parts.first().map_or(((std::ptr::null_mut(), 0), (std::ptr::null_mut(), 0)), |p| {
+                let first = |blocks: &Blocks| blocks.first().copied().unwrap_or((std::ptr::null_mut(), 0));
+                (first(&p.0), first(&p.1))
+            });
         let op = self.start(request);
         match kind {
             Kind::Send { to, tag } => {
@@ -853,8 +861,7 @@ impl Engine {
                 let found = early.and_then(|index| channel.early.remove(index));
                 let (data, len) = (target.0, target.1 * element);
                 let lane = super::play::DIRECT;
-                let recv =
-                    self.recvs.insert(Receiving { op, lane, endpoint, data, len, got: 0, stage: Stage::Posted });
+                let recv = self.recvs.insert(Receiving { op, lane, endpoint, data, len, got: 0, stage: Stage::Posted });
                 let Some(found) = found else {
                     // Nothing more can come from a dead process than what has come.
                     if let Some(from) = from

@@ -637,7 +637,8 @@ impl Shared {
 
     /// The last waiter leaves: the progress thread takes over if there is something to do.
     fn hand_over(&self) {
-        if self.busy.load(Ordering::SeqCst) || !self.inbox.is_empty() || self.progress.load(Ordering::SeqCst) == PARKED {
+        if self.busy.load(Ordering::SeqCst) || !self.inbox.is_empty() || self.progress.load(Ordering::SeqCst) == PARKED
+        {
             self.wake_progress();
         }
     }

@@ -201,9 +201,10 @@ impl Engine {
         let shape = schedule::Shape { ranks, me, hosts: &channel.hosts, element, accumulator, deterministic };
         let schedule = schedule::plan(kind, &shape, inputs, outputs, &self.config.tuning);
         let next = (me + 1) % ranks.max(1);
-        let tells = schedule.lanes.first().and_then(|lane| lane.rounds.first()).is_some_and(|round| {
-            round.steps.iter().any(|step| matches!(step, Step::Send { to, .. } if *to == next))
-        });
+        let tells =
+            schedule.lanes.first().and_then(|lane| lane.rounds.first()).is_some_and(|round| {
+                round.steps.iter().any(|step| matches!(step, Step::Send { to, .. } if *to == next))
+            });
         let plan = Arc::new(Planned {
             kind,
             element,
@@ -318,8 +319,7 @@ impl Engine {
             Step::Recv { from, tag, into } => (*from, *tag, into),
             Step::Copy { .. } | Step::Reduce { .. } => return true,
         };
-        let message =
-            (u64::from(lane.part) << LANE_BITS | u64::from(lane.lane)) << TAG_BITS | u64::from(tag);
+        let message = (u64::from(lane.part) << LANE_BITS | u64::from(lane.lane)) << TAG_BITS | u64::from(tag);
         let (data, len) = op.region(slot, region);
         op.lanes[slot as usize].outstanding += 1;
         let sends = matches!(step, Step::Send { .. });

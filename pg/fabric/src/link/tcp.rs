@@ -6,8 +6,8 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, accept_with, bind, connect, getsockname, listen, recv,
-    send, socket_with, sockopt,
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, accept_with, bind, connect, getsockname, listen,
+    recv, send, socket_with, sockopt,
 };
 
 /// Socket buffer size asked for, in bytes; the kernel may give less.
