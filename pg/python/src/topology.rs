@@ -1,10 +1,6 @@
 //! `podring._core.topology_*`: the topology crate for Python. Plain lists and tuples; no numpy, no torch.
 
-use pyo3::{
-    exceptions::PyValueError,
-    prelude::*,
-    types::{PyAnyMethods, PyModule},
-};
+use pyo3::{exceptions::PyValueError, prelude::*};
 
 use podring_topology::{
     Slice, SliceOptions, TopologyError,
@@ -96,7 +92,7 @@ fn topology_judge(
                 let time = report.predict(&slice, Collective::AllReduce, bytes).total_us();
                 Ok((report.group.kind.name(), report.uniform, time))
             })
-            .collect()
+            .collect::<Result<Vec<_>, TopologyError>>()
     })
     .map_err(to_python)
 }

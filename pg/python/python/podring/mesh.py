@@ -47,7 +47,7 @@ def rank_order(
         topology = os.environ.get("TPU_TOPOLOGY")
         if not slice and not topology:
             raise ValueError(
-                'which slice? Give slice="v5p:4x4x8" or set TPU_ACCELERATOR_TYPE (and TPU_TOPOLOGY); none of them is set'
+                'which slice? Give slice="v5p:4x4x8" or set TPU_ACCELERATOR_TYPE or TPU_TOPOLOGY; none is set'
             )
     axis_names = [f"axis{index}" for index in range(len(shape))] if names is None else list(names)
     for what, given in (("traffic", traffic), ("talk", talk)):
@@ -94,9 +94,7 @@ def device_mesh(
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    order = rank_order(
-        shape, names, slice=slice, topology=topology, traffic=traffic, talk=talk, dcn=dcn, bytes=bytes
-    )
+    order = rank_order(shape, names, slice=slice, topology=topology, traffic=traffic, talk=talk, dcn=dcn, bytes=bytes)
     if dist.is_initialized() and dist.get_world_size() != math.prod(shape):
         raise ValueError(f"the slice has {len(order)} devices but the world has {dist.get_world_size()} ranks")
     ranks = torch.tensor(order, dtype=torch.int).reshape(tuple(shape))
