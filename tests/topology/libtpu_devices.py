@@ -1,7 +1,7 @@
 """Asks libtpu what slices look like; no TPU is needed, libtpu describes slices that it doesn't have.
 
 ``python -m tests.topology.libtpu_devices`` reads questions, a JSON line each, [NAME, OPTIONS], and
-answers each with one: {"devices": [[id, [x, y, z], core, slice, process], …]}, {"error": text} or {"died": wait status}.
+answers each: {"devices": [[id, [x, y, z], core, slice, process], …]}, {"error": text} or {"died": wait status}.
 Every question is put in a child process of its own: libtpu aborts on some of them.
 """
 

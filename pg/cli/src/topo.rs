@@ -153,6 +153,11 @@ impl Topo {
         let slice = self.slice()?;
         let mesh = self.mesh_view(&slice)?;
         let view = View { slice: &slice, bytes: self.bytes, mesh };
+        // First, so that a failure leaves standard output empty.
+        if let Some(path) = &self.png {
+            let picture = png::picture(&view)?;
+            std::fs::write(path, picture).map_err(|error| TopoError::File { path: path.clone(), error })?;
+        }
         let mut out = std::io::stdout().lock();
         if self.json {
             serde_json::to_writer(&mut out, &json::document(&view)).map_err(std::io::Error::from)?;
@@ -166,10 +171,6 @@ impl Topo {
             out.write_all(text::page(&view, self.layers, colour, self.devices).as_bytes())?;
         }
         out.flush()?;
-        if let Some(path) = &self.png {
-            let picture = png::picture(&view)?;
-            std::fs::write(path, picture).map_err(|error| TopoError::File { path: path.clone(), error })?;
-        }
         Ok(())
     }
 

@@ -138,13 +138,17 @@ pub(super) fn picture(view: &View<'_>) -> Result<Vec<u8>, TopoError> {
     let drawing = Drawing::new(slice, view.mesh.as_ref().map(|mesh| &mesh.mesh));
     let [x, y, z] = slice.dims();
     let label = drawing.label(slice.slices() - 1, [x - 1, y - 1, z - 1]).len();
-    let lines = 2 + view.mesh.as_ref().map_or(0, |mesh| mesh.reports.len() as i32);
-    let plan = Plan::of(view, label, lines);
+    let headings = headings(view);
+    let plan = Plan::of(view, label, headings.len() as i32 + 1);
     let layers = (z * slice.slices()) as i32;
     let rows = (layers + plan.per_row - 1) / plan.per_row;
-    let width = (plan.per_row * plan.layer_width + 2 * MARGIN).max(760);
+    let widest = headings.iter().map(String::len).max().unwrap_or(0) as i32 * FONT_8X13.character_size.width as i32;
+    let width = (plan.per_row * plan.layer_width).max(widest) + 2 * MARGIN;
     let mut canvas = Canvas::new(width as u32, (plan.top + rows * plan.layer_height + MARGIN) as u32);
-    heading(&mut canvas, view);
+    for (line, text) in headings.iter().enumerate() {
+        let colour = if line == 0 { INK } else { COLOURS[(line - 1) % COLOURS.len()] };
+        write(&mut canvas, text, Point::new(MARGIN, MARGIN / 2 + line as i32 * LINE), colour);
+    }
     for slice_index in 0..slice.slices() {
         for layer_z in 0..z {
             let layer = (slice_index * z + layer_z) as i32;
@@ -159,24 +163,25 @@ fn write(canvas: &mut Canvas, text: &str, at: Point, colour: Rgb888) {
     let Ok(_) = Text::with_baseline(text, at, style, Baseline::Top).draw(canvas);
 }
 
-fn heading(canvas: &mut Canvas, view: &View<'_>) {
+/// The title, then a line for each mesh axis.
+fn headings(view: &View<'_>) -> Vec<String> {
     let slice = view.slice;
-    let title = format!(
+    let mut lines = vec![format!(
         "{slice}: {} chips, {} devices, {} hosts",
         slice.chips_per_slice() * slice.slices(),
         slice.devices(),
         slice.processes()
-    );
-    write(canvas, &title, Point::new(MARGIN, MARGIN / 2), INK);
-    let Some(mesh) = &view.mesh else { return };
+    )];
+    let Some(mesh) = &view.mesh else { return lines };
     for (axis, report) in mesh.reports.iter().enumerate() {
         let mut line = format!("{}={} {}", mesh.mesh.names()[axis], mesh.mesh.sizes()[axis], report.group.kind.name());
         for collective in SHOWN {
             let time = report.predict(slice, collective, view.bytes).total_us();
             line.push_str(&format!("  {} {time:.0} us", collective.name()));
         }
-        write(canvas, &line, Point::new(MARGIN, MARGIN / 2 + (axis as i32 + 1) * LINE), COLOURS[axis % COLOURS.len()]);
+        lines.push(line);
     }
+    lines
 }
 
 fn draw_layer(
