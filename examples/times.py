@@ -47,7 +47,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group(args.backend)
-    ours, gloo = dist.new_group(backend=args.backend), dist.new_group(backend="gloo")
+    ours, gloo = (dist.new_group(backend=backend) for backend in (args.backend, "gloo"))
+    assert isinstance(ours, dist.ProcessGroup) and isinstance(gloo, dist.ProcessGroup)
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
     if first:
         print(f"{ranks} ranks, float32; p50 in ms")

@@ -115,7 +115,7 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
 def load(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
     """Loads what save() saved, into a model and an optimizer of any layout."""
     weights, state = get_state_dict(model, optimizer)
-    saved = {"model": weights, "optimizer": state}
+    saved: dict[str, Any] = {"model": weights, "optimizer": state}
     dcp.load(saved, checkpoint_id=directory)
     set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
 

@@ -1,7 +1,8 @@
-"""Loads what the forked ranks need, once."""
+"""Loads, once, what the forked ranks need: DDP, FSDP2 and the optimizers each import torch._dynamo, for seconds."""
 
 from __future__ import annotations
 
+import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp

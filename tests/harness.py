@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import socket
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -193,3 +196,36 @@ def _end(number: int, rank: processes.Rank, begin: float, killed: bool) -> End:
         else:
             end.error = what
     return end
+
+
+PROGRAMS = Path(__file__).parent / "programs"
+"""Small jobs for what needs fresh interpreters."""
+
+
+def new_group(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
+    """dist.new_group for a rank that is a member."""
+    group = dist.new_group(*args, **kwargs)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run_job(
+    program: str, ranks: int, *args: str, timeout: float = 60.0, env: Mapping[str, str] | None = None
+) -> list[processes.Program]:
+    """Runs tests/programs/`program BACKEND args…` once per rank, in fresh interpreters with RANK and WORLD_SIZE set."""
+    command: list[str | Path] = [sys.executable, PROGRAMS / program, BACKEND, *args]
+
+    def one(rank: int) -> processes.Program:
+        ids = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+        return processes.run_program(command, timeout, env={**ids, **(env or {})})
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks)))

@@ -1,8 +1,8 @@
 #include "face.hpp"
 
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
@@ -538,8 +538,9 @@ c10::intrusive_ptr<c10d::Work> TpuBackend::allreduce_sparse(TensorVector& tensor
   second->wait();
 
   const auto wide = accumulates_in(mine.scalar_type());
-  const at::Tensor sum =
-      at::sparse_coo_tensor(at::cat(indices.front(), 1), at::cat(values.front(), 0).to(wide), mine.sizes()).coalesce();
+  const at::Tensor all =
+      at::_sparse_coo_tensor_unsafe(at::cat(indices.front(), 1), at::cat(values.front(), 0).to(wide), mine.sizes());
+  const at::Tensor sum = all.coalesce();
   tensor.copy_(sum.to(mine.scalar_type()));
 
   auto work = c10::make_intrusive<FaceWork>(rank_, OpType::_ALLREDUCE_SPARSE, nullptr, std::nullopt);
@@ -660,6 +661,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   take_core();
   ExitGate::follow_forks();
   m.attr("torch_version") = TORCH_VERSION;
+  // torch asks a group that is bound to a device, on the ranks that a new subgroup leaves out, for this.
+  py::class_<TpuBackend, c10::intrusive_ptr<TpuBackend>, c10d::Backend>(m, "TpuBackend")
+      .def(
+          "perform_nocolor_split", [](TpuBackend&, const py::object&) {}, py::arg("device"),
+          "Nothing: a subgroup is formed by its members alone.");
   m.def("create", &create, py::arg("opts"), py::arg("backend_options") = py::none(), py::arg("name") = "tpu",
         "The backend for one group; forms the group with its other members.");
   m.def("drain", &drain, py::arg("timeout"),

@@ -190,8 +190,7 @@ typedef struct PodringCore {
   // 0 if drained.
   int32_t (*drain)(int64_t timeout_ms);
 
-  // Optional (there if `size` covers it, and not null). Calls each(ctx, name, bytes) once per kind of memory that the
-  // group, or the process for all its groups, holds at the moment.
+  // Calls each(ctx, name, bytes) once per kind of memory that the process holds for all its groups at the moment.
   void (*group_memory)(PodringGroup* group, void (*each)(void* ctx, const char* name, uint64_t bytes), void* ctx);
 } PodringCore;
 

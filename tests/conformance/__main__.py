@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -50,7 +51,7 @@ def main() -> int:
             if args.pin:
                 bad = [test for test, result in tests.items() if result["outcome"] in ("failed", "timeout")]
                 for test in bad:
-                    print(f"  not pinned, {tests[test]['outcome']}: {test}\n{indent(tests[test]['detail'])}")
+                    print(f"  not pinned, {tests[test]['outcome']}: {test}: {reason(tests[test]['detail'])}")
                 pinned["torch"] = document["torch"]
                 pinned[name] = [test for test, result in tests.items() if result["outcome"] == "passed"]
                 print(f"  {len(pinned[name])} passed, {len(bad)} failed, {document['seconds']} s", flush=True)
@@ -91,7 +92,7 @@ def compare(document: dict[str, Any], pinned: dict[str, Any]) -> int:
     missing = [test for test in missing if test not in excused]
     for test in missing:
         result = tests.get(test, {"outcome": "absent", "detail": ""})
-        print(f"  MISSING, {result['outcome']}: {test}\n{indent(result['detail'])}")
+        print(f"  MISSING, {result['outcome']}: {test}: {reason(result['detail'])}")
     for test in excused:
         print(f"  excepted: {test}: {exceptions[test]}")
     # What gloo skips or fails and this backend fails is worth a look too, though gloo is the yardstick.
@@ -104,9 +105,11 @@ def compare(document: dict[str, Any], pinned: dict[str, Any]) -> int:
     return len(missing)
 
 
-def indent(text: str, lines: int = 40) -> str:
-    """The end of a detail, set off."""
-    return "\n".join("    " + line for line in text.splitlines()[-lines:])
+def reason(detail: str) -> str:
+    """The first exception's line of a detail, and the next two if there are; all of it is in the JSON file."""
+    lines = [line.strip() for line in detail.splitlines() if line.strip()]
+    first = next((n for n, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception|Warning)\b.*:", line)), 0)
+    return " ".join(lines[first : first + 3])[:300]
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ impl Topo {
             // A reader that has seen enough (`| head`) is no error.
             Err(TopoError::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => 0,
             Err(error) => {
-                eprintln!("podring topo: {error}");
+                crate::terminal::err(&format!("podring topo: {error}"));
                 1
             }
         }

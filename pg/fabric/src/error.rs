@@ -102,7 +102,7 @@ impl fmt::Display for Failure {
         };
         match self {
             Failure::Timeout { op, seq, by, after_ms, waiting_on, ledger } => {
-                write!(f, "timeout: {op}, seq {seq}, did not finish on rank {by} within {after_ms} ms")?;
+                write!(f, "{op}, seq {seq}: the timeout of {after_ms} ms passed on rank {by}")?;
                 if !waiting_on.is_empty() {
                     write!(f, "; waiting on rank{} ", if waiting_on.len() == 1 { "" } else { "s" })?;
                     for (index, rank) in waiting_on.iter().enumerate() {

@@ -93,6 +93,11 @@ impl SharedPool {
         self.0.lock().take(bytes)
     }
 
+    /// Bytes kept for reuse.
+    pub fn kept(&self) -> usize {
+        self.0.lock().kept
+    }
+
     /// See [`Pool::give`].
     pub fn give(&self, buffer: Buffer) {
         self.0.lock().give(buffer);

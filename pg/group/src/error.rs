@@ -63,6 +63,19 @@ pub enum Error {
         /// This rank.
         rank: u32,
     },
+    /// A monitored barrier that not everybody passed.
+    #[error("{} [group {group}, rank {rank}]", barrier_text(*rank, missing, *after_ms))]
+    Barrier {
+        /// On rank 0, who didn't come, or rank 0 itself if it gave them no time. Elsewhere, what rank 0 said; rank 0
+        /// itself if it said nothing.
+        missing: Vec<u32>,
+        /// The limit.
+        after_ms: u64,
+        /// The group's name.
+        group: String,
+        /// This rank.
+        rank: u32,
+    },
     /// Ranks disagree on the group itself.
     #[error("rank {rank} has {what} {mine}, but rank {other} has {theirs} [group {group}]")]
     Disagree {
@@ -105,6 +118,24 @@ fn list(ranks: &[u32]) -> String {
         text.push_str(&format!(" and {} more", ranks.len() - SHOWN));
     }
     text
+}
+
+/// In the words of torch's own backends, which callers match.
+fn barrier_text(rank: u32, missing: &[u32], after_ms: u64) -> String {
+    let ranks = if missing.len() == 1 { "Rank" } else { "Ranks" };
+    let absent = format!("{ranks} {} failed to pass monitoredBarrier in {after_ms} ms", list(missing));
+    match (rank, missing) {
+        (0, [0]) => format!("Rank 0 timed out in monitoredBarrier after {after_ms} ms"),
+        (0, _) => absent,
+        (_, [0]) => format!(
+            "Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank \
+             0: no word from it within {after_ms} ms"
+        ),
+        _ => format!(
+            "Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank \
+             0: {absent}"
+        ),
+    }
 }
 
 impl From<HubError> for Error {
@@ -151,7 +182,7 @@ impl Error {
                 Failure::Aborted { .. } => Kind::Aborted,
                 Failure::Internal { .. } => Kind::Internal,
             },
-            Error::WaitTimeout { .. } | Error::Missing { .. } => Kind::Timeout,
+            Error::WaitTimeout { .. } | Error::Missing { .. } | Error::Barrier { .. } => Kind::Timeout,
             Error::Disagree { .. } => Kind::Mismatch,
             Error::Store { .. } => Kind::Store,
             Error::Hub(error) => match **error {

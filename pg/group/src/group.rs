@@ -1,91 +1,23 @@
 //! A process group: the operations of one set of ranks, in the order they are called.
 
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex as StdMutex};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use podring_collective::{Collective, Kind as Op};
 use podring_fabric::error::Failure;
-use podring_fabric::fork;
-use podring_fabric::hub::{self, Call, Callback, ChannelSpec, Hub, Keep, State, Ticket, Waited};
-use rustc_hash::FxHashMap;
+use podring_fabric::hub::{Call, Callback, ChannelSpec, Keep, State, Ticket, Waited};
 
 use crate::error::Error;
 use crate::membership::StoreMembership;
+use crate::runtime::{Process, Runtime};
 use crate::store::Store;
-use crate::watchdog::{Watchdog, Watched};
-use crate::world::{Current, Forming, World, channel, form};
+use crate::watchdog::Watched;
+use crate::world::{Forming, World, channel, form};
 
 /// How long an orderly end waits for what is under way.
 const LINGER: Duration = Duration::from_secs(5);
-
-/// What a process has of podring: its hub and what groups share.
-struct Process {
-    hub: Hub,
-    watchdog: Arc<Watchdog>,
-    current: Mutex<Current>,
-    /// How often a group of each name was made.
-    epochs: Mutex<FxHashMap<String, u64>>,
-    generation: u32,
-}
-
-/// The process's, made by the first group. Forked children make their own; the parent's is left alone, since its locks
-/// may be held by threads that don't exist in the child.
-static PROCESS: AtomicPtr<Process> = AtomicPtr::new(std::ptr::null_mut());
-static MAKING: AtomicU32 = AtomicU32::new(u32::MAX);
-
-fn process() -> Result<&'static Process, Error> {
-    loop {
-        let known = PROCESS.load(Ordering::Acquire);
-        // SAFETY: set once to a leaked box, never freed.
-        if let Some(process) = unsafe { known.as_ref() }
-            && process.generation == fork::generation()
-        {
-            return Ok(process);
-        }
-        // One thread makes it. A maker's mark from before a fork doesn't count.
-        let generation = fork::generation();
-        let mark = MAKING.load(Ordering::Acquire);
-        if mark == generation {
-            std::thread::yield_now();
-            continue;
-        }
-        if MAKING.compare_exchange(mark, generation, Ordering::AcqRel, Ordering::Acquire).is_err() {
-            continue;
-        }
-        let made = make(generation);
-        if let Ok(process) = &made {
-            PROCESS.store(std::ptr::from_ref::<Process>(process).cast_mut(), Ordering::Release);
-        }
-        MAKING.store(u32::MAX, Ordering::Release);
-        return made;
-    }
-}
-
-fn make(generation: u32) -> Result<&'static Process, Error> {
-    let hub = Hub::start(hub::Config::from_lookup(|name| std::env::var(name).ok())?)?;
-    Ok(Box::leak(Box::new(process_over(hub, generation))))
-}
-
-fn process_over(hub: Hub, generation: u32) -> Process {
-    Process {
-        hub,
-        watchdog: Arc::new(Watchdog::default()),
-        current: Mutex::new(Current::default()),
-        epochs: Mutex::new(FxHashMap::default()),
-        generation,
-    }
-}
-
-pub(crate) fn drain(limit: Duration) -> bool {
-    let known = PROCESS.load(Ordering::Acquire);
-    // SAFETY: as in `process`.
-    match unsafe { known.as_ref() } {
-        Some(process) if process.generation == fork::generation() => process.hub.callbacks().drain(limit),
-        _ => true,
-    }
-}
 
 /// What makes a group.
 pub struct Config {
@@ -103,11 +35,11 @@ pub struct Config {
     pub store: Arc<dyn Store>,
 }
 
-struct Inner {
-    process: Source,
-    name: String,
-    rank: u32,
-    size: u32,
+pub(crate) struct Inner {
+    pub(crate) process: Arc<Process>,
+    pub(crate) name: String,
+    pub(crate) rank: u32,
+    pub(crate) size: u32,
     channel: u64,
     /// The default world this group stands for, forgotten with it.
     world: Option<u128>,
@@ -116,45 +48,24 @@ struct Inner {
     next: StdMutex<u64>,
     /// The next point-to-point operation's number, for messages only.
     direct: AtomicU64,
-    barriers: AtomicU64,
+    /// Monitored barriers: how many this rank came to; on rank 0, how many of each rank's it has counted.
+    pub(crate) arrivals: StdMutex<Vec<u64>>,
     closed: AtomicBool,
-    store: Arc<dyn Store>,
-    epoch: u64,
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) epoch: u64,
     _watched: Arc<Watched>,
-}
-
-/// Where a group's process-wide state is: the real process's, or a test's own.
-enum Source {
-    Global(&'static Process),
-    #[cfg(test)]
-    Own(Arc<Process>),
-}
-
-impl std::ops::Deref for Source {
-    type Target = Process;
-
-    fn deref(&self) -> &Process {
-        match self {
-            Source::Global(process) => process,
-            #[cfg(test)]
-            Source::Own(process) => process,
-        }
-    }
 }
 
 /// A process group.
 #[derive(Clone)]
-pub struct ProcessGroup(Arc<Inner>);
+pub struct ProcessGroup(pub(crate) Arc<Inner>);
 
 impl ProcessGroup {
     /// Forms a group: returns when every member is known.
     ///
     /// Within a default group that podring formed, a group is a function of its members, and nobody is waited for.
-    pub fn form(config: Config, interrupted: impl FnMut() -> bool) -> Result<Self, Error> {
-        Self::form_in(Source::Global(process()?), config, interrupted)
-    }
-
-    fn form_in(process: Source, config: Config, interrupted: impl FnMut() -> bool) -> Result<Self, Error> {
+    pub fn form(runtime: &Runtime, config: Config, interrupted: impl FnMut() -> bool) -> Result<Self, Error> {
+        let process = runtime.0.clone();
         let Config { rank, size, name, global_ranks, timeout, store } = config;
         process.hub.check_fork()?;
         let epoch = {
@@ -202,7 +113,7 @@ impl ProcessGroup {
             timeout_ms: AtomicU64::new(millis(timeout)),
             next: StdMutex::new(0),
             direct: AtomicU64::new(0),
-            barriers: AtomicU64::new(0),
+            arrivals: StdMutex::new(vec![0; size as usize]),
             closed: AtomicBool::new(false),
             store,
             epoch,
@@ -242,6 +153,12 @@ impl ProcessGroup {
     /// Why the group is broken, if it is.
     pub fn error(&self) -> Option<Error> {
         self.0.process.hub.failure(self.0.channel).map(|failure| self.failed(failure))
+    }
+
+    /// Memory the process holds for all its groups, in bytes, by kind.
+    pub fn memory(&self) -> [(&'static std::ffi::CStr, u64); 2] {
+        let (rings, pooled) = self.0.process.hub.memory();
+        [(c"shared_memory", rings as u64), (c"pooled", pooled as u64)]
     }
 
     /// Starts an operation. `keep` is dropped when its memory is no longer used, also if this fails. With `sync` the
@@ -298,73 +215,6 @@ impl ProcessGroup {
         }
         inner.process.hub.close(inner.channel);
     }
-
-    /// torch's monitored barrier, over the store, so that it works while the group doesn't: rank 0 waits for every rank's
-    /// arrival and names who is missing, the first or (`all`) every one; the others wait for rank 0's word.
-    pub fn monitored_barrier(
-        &self,
-        timeout: Option<Duration>,
-        all: bool,
-        mut interrupted: impl FnMut() -> bool,
-    ) -> Result<(), Error> {
-        let inner = &self.0;
-        inner.process.hub.check_fork()?;
-        let (rank, size) = (inner.rank, inner.size);
-        let failed = |source| Error::Store { rank, source };
-        let number = inner.barriers.fetch_add(1, Ordering::Relaxed);
-        let base = format!("podring/{}/barrier/{number}", inner.epoch);
-        let timeout = timeout.unwrap_or_else(|| self.timeout());
-        let missing = |missing: Vec<u32>| Error::Missing {
-            what: "monitored_barrier",
-            present: size as usize - missing.len(),
-            missing,
-            size,
-            after_ms: millis(timeout),
-            group: inner.name.clone(),
-            rank,
-        };
-        let mut wait = |keys: &[String]| -> Result<bool, Error> {
-            let end = Instant::now() + timeout;
-            let mut pause = Duration::from_micros(100);
-            while !inner.store.check(keys).map_err(failed)? {
-                if Instant::now() >= end {
-                    return Ok(false);
-                }
-                if interrupted() {
-                    return Err(Error::Interrupted);
-                }
-                std::thread::sleep(pause);
-                pause = (pause * 3 / 2).min(Duration::from_millis(10));
-            }
-            Ok(true)
-        };
-        if rank != 0 {
-            inner.store.set(&format!("{base}/{rank}"), b"1").map_err(failed)?;
-            let done = format!("{base}/done");
-            return if wait(std::slice::from_ref(&done))? {
-                let verdict = inner.store.get(&done).map_err(failed)?;
-                let absent: Vec<u32> = serde_json::from_slice(&verdict).unwrap_or_default();
-                if absent.is_empty() { Ok(()) } else { Err(missing(absent)) }
-            } else {
-                Err(missing(vec![0]))
-            };
-        }
-        let keys: Vec<String> = (1..size).map(|rank| format!("{base}/{rank}")).collect();
-        let mut absent = Vec::new();
-        if !keys.is_empty() && !wait(&keys)? {
-            for (index, key) in keys.iter().enumerate() {
-                if !inner.store.check(std::slice::from_ref(key)).map_err(failed)? {
-                    absent.push(index as u32 + 1);
-                    if !all {
-                        break;
-                    }
-                }
-            }
-        }
-        let verdict = serde_json::to_vec(&absent).unwrap_or_default();
-        inner.store.set(&format!("{base}/done"), &verdict).map_err(failed)?;
-        if absent.is_empty() { Ok(()) } else { Err(missing(absent)) }
-    }
 }
 
 impl Drop for Inner {
@@ -378,7 +228,7 @@ impl Drop for Inner {
     }
 }
 
-fn millis(time: Duration) -> u64 {
+pub(crate) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 

@@ -3,6 +3,8 @@
 mod error;
 mod group;
 mod membership;
+mod monitored;
+mod runtime;
 mod store;
 mod watchdog;
 mod world;
@@ -10,11 +12,7 @@ mod world;
 pub use error::{Error, Kind};
 pub use group::{Config, ProcessGroup, Work};
 pub use membership::{Membership, StoreMembership};
-pub use podring_fabric::hub::{Callback, Keep, State};
+pub use podring_fabric::hub::{Callback, Config as HubConfig, Keep, State};
+pub use runtime::Runtime;
 pub use store::{MemoryStore, Store, StoreError};
 pub use world::{World, form};
-
-/// Waits until no callback runs, then runs no more: the interpreter is about to end. `false` if that took too long.
-pub fn drain(limit: std::time::Duration) -> bool {
-    group::drain(limit)
-}

@@ -4,11 +4,8 @@ use super::*;
 use crate::error::Kind;
 use crate::store::MemoryStore;
 use podring_collective::{Blocks, DType, Layout, Part, Reduction, Tensor};
+use podring_fabric::hub;
 use smallvec::SmallVec;
-
-fn rank_process(config: hub::Config) -> Source {
-    Source::Own(Arc::new(process_over(Hub::start(config).unwrap(), fork::generation())))
-}
 
 /// Runs `body` as each rank of a new group; panics are passed on.
 fn run<R: Send>(
@@ -32,10 +29,11 @@ fn run<R: Send>(
                         timeout,
                         store: Arc::new(store),
                     };
-                    let group = ProcessGroup::form_in(rank_process(config), form, || false).unwrap();
+                    let runtime = Runtime::start(config).unwrap();
+                    let group = ProcessGroup::form(&runtime, form, || false).unwrap();
                     let result = body(&group);
                     group.shutdown();
-                    group.0.process.hub.shut();
+                    runtime.stop();
                     result
                 })
             })
@@ -300,15 +298,27 @@ fn strided_tensors_are_packed() {
 
 #[test]
 fn monitored_barrier_names_the_missing() {
-    let results = run(3, local, LONG, |group| {
+    run(4, local, LONG, |group| {
+        let rank = group.rank();
+        let short = Some(Duration::from_millis(300));
         group.monitored_barrier(None, false, || false).unwrap();
-        if group.rank() == 2 {
-            return None;
+        for (all, expected) in [(false, "Rank 2 failed to pass monitoredBarrier"), (true, "Ranks 2, 3 failed")] {
+            if rank == 0 {
+                let error = group.monitored_barrier(short, all, || false).unwrap_err().to_string();
+                assert!(error.contains(expected), "{error}");
+            } else if rank == 1 {
+                let error = group.monitored_barrier(None, all, || false).unwrap_err().to_string();
+                assert!(error.contains("Rank 1 successfully reached monitoredBarrier, but"), "{error}");
+            }
+            finish(group, Collective { kind: Op::Barrier, parts: SmallVec::new() }).unwrap();
         }
-        let error = group.monitored_barrier(Some(Duration::from_millis(200)), true, || false).unwrap_err();
-        Some(error.to_string())
+        // Those who missed two are not out of step.
+        group.monitored_barrier(None, true, || false).unwrap();
+        if rank == 0 {
+            let error = group.monitored_barrier(Some(Duration::ZERO), false, || false).unwrap_err().to_string();
+            assert!(error.contains("Rank 0 timed out in monitoredBarrier"), "{error}");
+        }
     });
-    assert!(results[0].as_ref().unwrap().contains("no sign of rank 2"), "{results:?}");
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 
 use pyo3::prelude::*;
 
+mod abi;
 mod topology;
 
 /// Runs the `podring` command line; `args` includes the program name. Returns the exit code.
@@ -12,10 +13,18 @@ fn cli_main(py: Python<'_>, args: Vec<OsString>) -> i32 {
     py.detach(|| podring_cli::main_with(args))
 }
 
+/// The C function table for faces.
+fn table(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
+    let address = std::ptr::from_ref(&abi::CORE).cast_mut().cast();
+    // SAFETY: a static table and a static name, both valid for ever; no destructor.
+    unsafe { Bound::from_owned_ptr_or_err(py, pyo3::ffi::PyCapsule_New(address, abi::CAPSULE.as_ptr(), None)) }
+}
+
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(cli_main, module)?)?;
+    module.add("abi", table(module.py())?)?;
     topology::add_to(module)?;
     Ok(())
 }

@@ -220,6 +220,12 @@ impl Engine {
         }
     }
 
+    /// Bytes of shared memory this process made for its links.
+    pub fn shared_memory(&self) -> usize {
+        let ring = |peer: &Endpoint| if matches!(peer.out, Out::Shm { .. }) { self.config.ring } else { 0 };
+        self.endpoints.iter().map(ring).sum()
+    }
+
     /// Steps that wait for nobody.
     pub fn runnable(&self) -> bool {
         !self.ready.is_empty() || !self.pulls.is_empty()

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use crossbeam_queue::SegQueue;
 use parking_lot::{Mutex, MutexGuard};
 use podring_collective::{Collective, Layout};
+use podring_kernel as kernel;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
 use smallvec::SmallVec;
@@ -31,7 +32,6 @@ pub use ticket::{Callback, Keep, State, Ticket};
 
 use crate::error::{Failure, HubError};
 use crate::fork::{self, Guarded};
-use crate::kernel;
 use crate::memory::{Buffer, SharedPool};
 use crate::wire::HubId;
 use channel::Channel;
@@ -323,6 +323,14 @@ impl Hub {
             return 0;
         }
         self.with(|engine| engine.channels.get(&id).map_or(0, |channel| channel.pending))
+    }
+
+    /// Bytes of shared memory this process made for links, and bytes kept for reuse.
+    pub fn memory(&self) -> (usize, usize) {
+        if self.check_fork().is_err() {
+            return (0, 0);
+        }
+        (self.with(|engine| engine.shared_memory()), self.0.memory.kept())
     }
 
     fn with<R>(&self, act: impl FnOnce(&mut Engine) -> R) -> R {
@@ -635,10 +643,10 @@ impl Shared {
         }
     }
 
-    /// The last waiter leaves: the progress thread takes over if there is something to do.
+    /// The last waiter leaves: the progress thread takes over if there is something to do. If there isn't, it looks after
+    /// the sockets again when its nap is over.
     fn hand_over(&self) {
-        if self.busy.load(Ordering::SeqCst) || !self.inbox.is_empty() || self.progress.load(Ordering::SeqCst) == PARKED
-        {
+        if self.busy.load(Ordering::SeqCst) || !self.inbox.is_empty() {
             self.wake_progress();
         }
     }

@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use podring_collective::{Collective, DType, Kind, Reduction, Tensor};
+use podring_kernel::{self as kernel, Source, Target};
 use smallvec::SmallVec;
 
 use super::channel::{Planned, Record};
 use super::endpoint::OpKey;
 use super::engine::{Engine, MatchKey, Request, STEP};
 use super::ticket::{Keep, Ticket};
-use crate::kernel::{self, Source, Target};
 use crate::memory::Buffer;
 use crate::schedule::{self, Region, Space, Step};
 use crate::wire::{Frame, Header};

@@ -117,7 +117,7 @@ pub enum Step {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Round {
     /// The steps. Local ones (Copy, Reduce) run in their order among themselves, at any time in the round: they wait for
-    /// no message of it, and touch no memory that one of its messages writes.
+    /// none of its messages, touch no memory that one writes, and write none that one reads.
     pub steps: Vec<Step>,
 }
 

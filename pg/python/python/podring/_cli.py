@@ -1,5 +1,7 @@
 """The ``podring`` command."""
 
+import os
+import signal
 import sys
 
 from podring import _core
@@ -7,4 +9,8 @@ from podring import _core
 
 def main() -> int:
     """Runs the command line of this process; gives the exit code."""
+    # The command runs outside the interpreter, which would only note a Ctrl-C and wait.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # doctor looks into, and bench runs, the Python that this script belongs to.
+    os.environ.setdefault("PODRING_PYTHON", sys.executable)
     return _core.cli_main(sys.argv)

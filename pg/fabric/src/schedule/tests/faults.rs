@@ -97,7 +97,7 @@ fn races_are_found_whatever_the_timing() {
     is_race(true, &[lane(&[&[send(1, 0, INPUT), recv(1, 0, SCRATCH), sum(&[INPUT])]])], &swaps);
     is_race(false, &[lane(&[&[recv(1, 0, SCRATCH), sum(&[SCRATCH])]])], &gives);
     // Two lanes write the same, or one writes what another reads in a later round.
-    let double = [lane(&[&[copy(INPUT, OUTPUT)]]), lane(&[&[copy(INPUT, OUTPUT.part(0, 1).part(0, 1))]])];
+    let double = [lane(&[&[copy(INPUT, OUTPUT)]]), lane(&[&[copy(INPUT.part(1, 1), OUTPUT.part(1, 1))]])];
     assert!(matches!(fault(false, &[&[lane(&[&[copy(INPUT, OUTPUT)]])], &double]), Fault::Race { rank: 1, .. }));
     is_race(
         false,
@@ -133,10 +133,10 @@ fn every_round_and_step_is_needed() {
         case.tuning.chunk = 1 << 10..=1 << 10;
         let schedules = case.schedules(Some(algorithm)).unwrap();
         let found = |schedules: &[Schedule]| {
-            let outcomes = (0..8).map(|seed| play(&Hashes, &case.world(schedules.to_vec(), true), 2, seed));
-            let mut wrong =
-                outcomes.map(|outcome| outcome.map_or(true, |results| case.verify(&results, false).is_err()));
-            wrong.any(|wrong| wrong)
+            (0..8).any(|seed| {
+                let outcome = play(&Hashes, &case.world(schedules.to_vec(), seed < 4), 2, seed);
+                outcome.map_or(true, |results| case.verify(&results, false).is_err())
+            })
         };
         assert!(!found(&schedules));
         for rank in 0..6 {

@@ -41,8 +41,8 @@ impl Arithmetic for Hashes {
     }
 
     /// Neither commutative nor associative in `bits`.
-    fn combine(&self, earlier: Sum, next: &Sum) -> Sum {
-        Sum { sum: earlier.sum.wrapping_add(next.sum), bits: mix(earlier.bits, next.bits) }
+    fn combine(&self, earlier: &mut Sum, next: &Sum) {
+        *earlier = Sum { sum: earlier.sum.wrapping_add(next.sum), bits: mix(earlier.bits, next.bits) };
     }
 
     fn finish(&self, total: Sum) -> Raw {
@@ -58,8 +58,9 @@ fn raw(rank: usize, block: usize, index: usize) -> Raw {
 
 /// The result of reducing element `index` of block `block` of all ranks in rank order.
 fn reduced(ranks: usize, block: usize, index: usize) -> Raw {
-    let lifted = (0..ranks).map(|rank| Hashes.lift(&raw(rank, block, index)));
-    Hashes.finish(lifted.reduce(|total, next| Hashes.combine(total, &next)).unwrap())
+    let mut total = Hashes.lift(&raw(0, block, index));
+    (1..ranks).for_each(|rank| Hashes.combine(&mut total, &Hashes.lift(&raw(rank, block, index))));
+    Hashes.finish(total)
 }
 
 /// One collective of one group.
@@ -175,11 +176,16 @@ impl Case {
     /// Compares with what the operation means. A reduction may have any order, but the same on every rank; in
     /// deterministic plans it is that of the ranks.
     fn verify(&self, results: &[Vec<Vec<Option<Raw>>>], deterministic: bool) -> Result<(), String> {
+        let shared = match self.kind {
+            Kind::AllReduce | Kind::Reduce { .. } => self.counts[0][0],
+            _ => 0,
+        };
+        let shared: Vec<Raw> = (0..shared).map(|index| reduced(self.ranks, 0, index)).collect();
         for (me, blocks) in results.iter().enumerate() {
             for (block, cells) in blocks.iter().enumerate() {
                 for (index, &cell) in cells.iter().enumerate() {
                     let expected = match self.kind {
-                        Kind::AllReduce | Kind::Reduce { .. } => reduced(self.ranks, 0, index),
+                        Kind::AllReduce | Kind::Reduce { .. } => shared[index],
                         Kind::ReduceScatter => reduced(self.ranks, me, index),
                         Kind::Broadcast { root } => raw(root as usize, 0, index),
                         Kind::AllToAll => raw(block, me, index),

@@ -34,7 +34,7 @@ fn counts(kind: Kind, ranks: usize, total: usize, style: usize) -> Vec<Vec<usize
                         0
                     }
                 }
-                _ => (total / ranks.max(4) + rank % 3) * usize::from((rank + shift) % 4 != 0),
+                _ => (total / ranks.max(4) + rank % 3) * usize::from(!(rank + shift).is_multiple_of(4)),
             })
             .collect()
     };
@@ -97,11 +97,20 @@ fn every_algorithm_at_every_rank_count() {
                 }
                 case.hosts = hosts;
                 case.accumulator = 4 << (ranks % 2);
-                assert!(case.run(Some(algorithm), seed as u64), "{algorithm:?} {case:?}");
+                if ranks > 12 {
+                    case.tuning.chunk = 128..=256;
+                }
+                // The largest groups take most of the time: apart and aliased by turns.
+                let applies = match ranks {
+                    ..=32 => case.run(Some(algorithm), seed as u64),
+                    _ => case.try_run(Some(algorithm), (ranks + number).is_multiple_of(2), 3, seed as u64),
+                };
+                assert!(applies, "{algorithm:?} {case:?}");
             }
             let mut case = Case::new(kind, ranks, vec![]);
             case.counts = counts(kind, ranks, ranks + 3, ranks);
-            case.deterministic = ranks % 2 == 0;
+            case.deterministic = ranks.is_multiple_of(2);
+            case.tuning.chunk = 128..=256;
             assert!(case.run(None, ranks as u64));
         }
     }
@@ -128,7 +137,7 @@ fn every_root_on_every_layout() {
 
 #[test]
 fn every_layout_of_hosts() {
-    for ranks in 2..=14usize {
+    for ranks in [2usize, 3, 4, 5, 6, 7, 9, 12] {
         for hosts in layouts(ranks) {
             for kind in kinds(0).into_iter().filter(|kind| kind.root().is_none()) {
                 for &algorithm in algorithms(kind) {

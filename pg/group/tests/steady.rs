@@ -1,0 +1,84 @@
+//! In a steady state a collective allocates nothing: counted at the allocator, over all threads of the process.
+
+use std::alloc::{GlobalAlloc, Layout as Memory, System};
+use std::sync::Arc;
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use podring_collective::{Blocks, Collective, DType, Kind, Layout, Part, Reduction, Tensor};
+use podring_group::{Config, HubConfig, MemoryStore, ProcessGroup, Runtime};
+use smallvec::SmallVec;
+
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: passes everything on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, data: *mut u8, layout: Memory) {
+        // SAFETY: passed on.
+        unsafe { System.dealloc(data, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+fn all_reduce(group: &ProcessGroup, data: &mut [f32], sync: bool) {
+    let whole = || Blocks::whole(Tensor { data: data.as_ptr().cast_mut().cast(), layout: Layout::flat(data.len()) });
+    let part = Part { dtype: DType::F32, reduction: Some(Reduction::Sum), inputs: whole(), outputs: whole() };
+    let collective = Collective { kind: Kind::AllReduce, parts: SmallVec::from_iter([part]) };
+    group.post(collective, None, None, sync).unwrap().wait(None, || false).unwrap();
+}
+
+#[test]
+fn nothing_is_allocated_per_collective() {
+    let store = MemoryStore::default();
+    let together = Barrier::new(2);
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let (store, together) = (store.clone(), &together);
+            scope.spawn(move || {
+                let runtime = Runtime::start(HubConfig::default()).unwrap();
+                let config = Config {
+                    rank,
+                    size: 2,
+                    name: "steady".into(),
+                    global_ranks: None,
+                    timeout: Duration::from_secs(60),
+                    store: Arc::new(store),
+                };
+                let group = ProcessGroup::form(&runtime, config, || false).unwrap();
+                let mut tensors = [vec![1.0f32; 2], vec![1.0; 10_000], vec![1.0; 300_000]];
+                let mut round = |times: usize| {
+                    for _ in 0..times {
+                        for data in &mut tensors {
+                            data.fill(1.0);
+                            all_reduce(&group, data, true);
+                            all_reduce(&group, data, false);
+                        }
+                    }
+                };
+                round(100);
+                together.wait();
+                let before = ALLOCATIONS.load(Ordering::SeqCst);
+                together.wait();
+                round(200);
+                together.wait();
+                let after = ALLOCATIONS.load(Ordering::SeqCst);
+                // Room for a queue that doubles once more on a busy machine; one per collective would be 2400.
+                assert!(after - before < 24, "{} allocations in 2400 collectives", after - before);
+                together.wait();
+                group.shutdown();
+                runtime.stop();
+            });
+        }
+    });
+}

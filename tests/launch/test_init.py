@@ -1,0 +1,121 @@
+"""Every way to start a job reaches the backend by its name alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import harness
+from tests.harness import BACKEND, PROGRAMS, free_port, run_job
+from tests.processes import run_program
+
+
+@pytest.mark.parametrize("method", ["env", "tcp", "file"])
+def test_init_method(method: str, tmp_path: Path) -> None:
+    port = free_port()
+    url = {"env": "env://", "tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/store"}[method]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if method == "env" else {}
+    for rank, program in enumerate(run_job("hello.py", 2, url, env=env)):
+        assert program.code == 0, program.output
+        assert f"rank {rank} of 2: right" in program.output
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_torchrun(ranks: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    program = run_program([*command, PROGRAMS / "hello.py", BACKEND, "env://"], timeout=90)
+    assert program.code == 0, program.output
+    for rank in range(ranks):
+        assert f"rank {rank} of {ranks}: right" in program.output
+
+
+def test_spawn() -> None:
+    program = run_program([sys.executable, PROGRAMS / "spawn.py", BACKEND, str(free_port())], timeout=90)
+    assert program.code == 0, program.output
+    assert program.output.count("right") == 2
+
+
+def init(world: int | None = None, seconds: float = 5.0, suffix: str = "") -> None:
+    """Joins the job over the harness's store file."""
+    dist.init_process_group(
+        BACKEND,
+        init_method=f"file://{os.environ['STORE_FILE']}{suffix}",
+        rank=int(os.environ["RANK"]),
+        world_size=world or int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+def test_missing_rank_is_named() -> None:
+    """Three ranks expected, the third never comes: the other two say so, inside the timeout."""
+
+    def body() -> None:
+        if os.environ["RANK"] == "2":
+            return
+        init()
+        dist.all_reduce(torch.ones(1))
+
+    ends = harness.attempt(body, 3, init=False, timeout=30)
+    for end in ends[:2]:
+        assert end.error is not None, harness.report(ends)
+        assert end.error.is_a("DistBackendError"), end.error.trace
+        assert re.search(r"rank.*\b2\b", end.error.message), end.error.message
+        assert end.seconds < 5 + 5
+
+
+def test_destroy_and_init_again() -> None:
+    def body() -> list[float]:
+        sums = []
+        for turn in range(3):
+            init(seconds=30, suffix=str(turn))
+            tensor = torch.full((2,), float(turn + dist.get_rank()))
+            dist.all_reduce(tensor)
+            sums.append(tensor[0].item())
+            dist.destroy_process_group()
+        return sums
+
+    assert harness.run(body, 2, init=False) == [[1.0, 3.0, 5.0]] * 2
+
+
+def test_group_names_and_backend() -> None:
+    def body() -> tuple[str, str]:
+        group = harness.new_group([0, 1])
+        dist.barrier(group)
+        return dist.get_backend(), dist.get_backend(group)
+
+    assert harness.run(body, 2) == [(BACKEND, BACKEND)] * 2
+
+
+def subset() -> float | None:
+    group = dist.new_group([0, 2])
+    if not isinstance(group, dist.ProcessGroup):
+        return None  # not a member
+    tensor = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def same_members_twice() -> float:
+    groups = [harness.new_group() for _ in range(2)]
+    tensors = [torch.full((3,), float(number + 1)) for number in range(2)]
+    order = (0, 1) if dist.get_rank() % 2 else (1, 0)
+    works = [dist.all_reduce(tensors[number], group=groups[number], async_op=True) for number in order]
+    for work in works:
+        assert work is not None
+        work.wait()
+    return float(tensors[0].sum() * 100 + tensors[1].sum())
+
+
+@pytest.mark.parametrize(
+    ("body", "want"), [(subset, [2.0, None, 2.0]), (same_members_twice, [3 * 3 * 100 + 3 * 6.0] * 3)]
+)
+def test_groups(body: Callable[[], float | None], want: list[float | None]) -> None:
+    assert harness.run(body, 3) == want
