@@ -25,7 +25,7 @@ use podring_topology::{
   podring topo v4-32 --devices
   podring topo --accelerator-type v5litepod-16 --topology 4x4")]
 pub struct Topo {
-    /// Slice: \"v5p:4x4x8\", \"v5p:4x4x8_twisted\", \"v4-32\", \"v5litepod-16\", \"v5e:4x4*2\" (two slices)
+    /// Slice: "v5p:4x4x8", "v5p:4x4x8_twisted", "v4-32", "v5litepod-16", "v5e:4x4*2" (two slices)
     ///
     /// Default: --accelerator-type and --topology, else TPU_ACCELERATOR_TYPE and TPU_TOPOLOGY.
     slice: Option<String>,
