@@ -16,6 +16,7 @@ mod error;
 mod generation;
 pub mod group;
 pub mod link;
+mod loads;
 pub mod mesh;
 mod name;
 pub mod ring;

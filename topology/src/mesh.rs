@@ -8,9 +8,10 @@
 use std::collections::HashMap;
 
 use crate::{
-    cost::{self, Collective, Footprint, Loads},
+    cost::{self, Collective, Footprint},
     error::TopologyError,
     group::{Extent, Group, check_ranks, classify_checked, close_rings},
+    loads::Loads,
     ring::box_cycle,
     slice::Slice,
 };
