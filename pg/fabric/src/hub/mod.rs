@@ -298,7 +298,11 @@ impl Hub {
     /// Closes a group. What is under way in it fails.
     pub fn close(&self, id: u64) {
         if self.check_fork().is_ok() {
-            self.with(|engine| engine.close(id));
+            // Driven at once: this may be the last that this process does.
+            self.with(|engine| {
+                engine.close(id);
+                engine.drive();
+            });
             self.0.kick();
         }
     }
@@ -306,7 +310,10 @@ impl Hub {
     /// Fails a group, on all its members.
     pub fn fail(&self, id: u64, failure: Failure) {
         if self.check_fork().is_ok() {
-            self.with(|engine| engine.fail_channel(id, failure, true));
+            self.with(|engine| {
+                engine.fail_channel(id, failure, true);
+                engine.drive();
+            });
             self.0.kick();
         }
     }
