@@ -40,10 +40,12 @@ use net::Net;
 use play::{Blocks, Unpack};
 use ticket::{Tickets, deadline};
 
-/// How long a waiter spins, with a core to itself, before it yields.
-const SPIN: Duration = Duration::from_micros(60);
-/// How long a waiter yields before it sleeps.
-const YIELD: Duration = Duration::from_micros(60);
+/// Looks with nothing but a pause between them, where every rank has a core to itself: a few microseconds, in which a
+/// peer that is at it too answers.
+const SPINS: u32 = 200;
+/// How long a waiter yields before it sleeps. It yields even where every rank should have a core: something else may run
+/// there, and then the peer that it waits for stands behind this very thread.
+const YIELD: Duration = Duration::from_micros(100);
 /// The longest sleep, so that deadlines and interrupts are noticed.
 const NAP: Duration = Duration::from_millis(50);
 
@@ -144,20 +146,13 @@ impl Patience {
     /// Waits a little; `false` when it is time to sleep.
     fn wait(&mut self) -> bool {
         self.looks += 1;
-        if self.spin && self.looks < 64 {
+        if self.spin && self.looks < SPINS {
             std::hint::spin_loop();
             return true;
         }
         let since = *self.since.get_or_insert_with(Instant::now);
-        let waited = since.elapsed();
-        if self.spin && waited < SPIN {
-            for _ in 0..16 {
-                std::hint::spin_loop();
-            }
-            return true;
-        }
         rustix::thread::sched_yield();
-        waited < if self.spin { SPIN + YIELD } else { YIELD }
+        since.elapsed() < YIELD
     }
 }
 
