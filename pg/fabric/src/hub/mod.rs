@@ -237,6 +237,7 @@ impl Hub {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let crowded = here > cores;
         self.with(|engine| {
+            engine.config.ring = engine.config.ring.min(ring_for(here));
             if engine.channels.contains_key(&spec.id) {
                 return Err(HubError::Duplicate { name: spec.name.clone() });
             }
@@ -736,9 +737,35 @@ impl Shared {
     }
 }
 
+/// The largest ring with which links to all ranks of a host stay within [`SHARED`].
+fn ring_for(ranks: usize) -> usize {
+    let share = (SHARED / ranks.max(1)).max(SMALLEST_RING);
+    1 << (usize::BITS - 1 - share.leading_zeros())
+}
+
+/// Shared memory a process may make for its links, in bytes; a control page per link comes on top.
+const SHARED: usize = 48 << 20;
+/// Below this a ring no longer holds a few eager messages.
+const SMALLEST_RING: usize = 64 << 10;
+
 /// This machine and its network namespace: where loopback and abstract sockets mean the same.
 fn machine() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let net = std::fs::read_link("/proc/self/ns/net").map(|path| path.display().to_string()).unwrap_or_default();
     format!("{}/{net}", boot.trim())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_to_a_crowded_host_stay_within_bounds() {
+        for ranks in 1..=700 {
+            let ring = ring_for(ranks);
+            assert!(ring.is_power_of_two() && ring >= SMALLEST_RING);
+            assert!(ring * (ranks - 1) <= 64 << 20, "{ranks} ranks of {ring} bytes");
+        }
+        assert!(ring_for(8) >= Config::default().ring);
+    }
 }
