@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use podring_collective::{Collective, Kind};
+use podring_collective::{Collective, DType, Kind};
 use rustc_hash::FxHashMap;
 use slotmap::{Key, KeyData, SlotMap};
 use smallvec::SmallVec;
@@ -95,7 +95,7 @@ pub(crate) struct Request {
 unsafe impl Send for Request {}
 
 /// A message for a channel that doesn't exist here yet.
-struct Orphan {
+pub(crate) struct Orphan {
     endpoint: u32,
     header: Header,
     body: Body,
@@ -108,7 +108,7 @@ pub(crate) struct Engine {
     pub by_hub: FxHashMap<HubId, u32>,
     pub channels: FxHashMap<u64, Channel>,
     closed: VecDeque<u64>,
-    orphans: FxHashMap<u64, Vec<Orphan>>,
+    pub orphans: FxHashMap<u64, Vec<Orphan>>,
     pub ops: SlotMap<OpKey, Op>,
     pub sends: SlotMap<SendKey, Sending>,
     pub recvs: SlotMap<RecvKey, Receiving>,
@@ -161,7 +161,7 @@ impl Engine {
 
     /// Something is under way that a sleeper must be woken for.
     pub fn busy(&self) -> bool {
-        !self.ops.is_empty() || self.inquests > 0 || !self.dirty.is_empty()
+        !self.ops.is_empty() || self.inquests > 0 || !self.dirty.is_empty() || self.net.unwelcomed > 0
     }
 
     /// One round of work; `true` if anything moved.
@@ -555,10 +555,11 @@ impl Engine {
                 op.ticket.set_source(rank);
                 if op.fingerprint != header.fingerprint {
                     let (channel, seq) = (op.channel, op.seq);
+                    let what = other_dtype(rank, header.fingerprint, op.fingerprint);
                     if payload.is_none() {
                         self.ack(endpoint, header.channel, header.cookie);
                     }
-                    self.mismatch(channel, seq, format!("rank {rank} sends another dtype than this one receives"));
+                    self.mismatch(channel, seq, what);
                     return;
                 }
             }
@@ -594,6 +595,15 @@ impl Engine {
             let channel = self.ops.get(op).map_or(0, |op| op.channel);
             self.ack(endpoint, channel, cookie);
             self.wrong_length(recv, endpoint, total);
+            return;
+        }
+        if let Some(how) = self.endpoints[endpoint as usize].dead.clone() {
+            // What it offered is gone with it.
+            let id = self.ops.get(op).map_or(0, |op| op.channel);
+            if let Some(rank) = self.rank_in(id, endpoint) {
+                let failure = self.lost(id, rank, how, Some(op));
+                self.fail_channel(id, failure, true);
+            }
             return;
         }
         if self.config.cma && self.endpoints[endpoint as usize].readable.is_some() {
@@ -870,9 +880,16 @@ impl Engine {
                 let recv = self.recvs.insert(Receiving { op, lane, endpoint, data, len, got: 0, stage: Stage::Posted });
                 let Some(found) = found else {
                     // Nothing more can come from a dead process than what has come.
-                    if let Some(from) = from
-                        && self.peer(id, from, op).is_none()
-                    {
+                    let gone = match from {
+                        Some(from) => self.peer(id, from, op).is_none(),
+                        None => {
+                            // All of them: the first is named.
+                            let other = self.channels.get(&id).filter(|channel| self.nobody_left(channel));
+                            let other = other.and_then(|channel| (0..channel.size()).find(|&rank| rank != channel.me));
+                            other.is_some_and(|rank| self.peer(id, rank, op).is_none())
+                        }
+                    };
+                    if gone {
                         return;
                     }
                     if let Some(channel) = self.channels.get_mut(&id) {
@@ -889,7 +906,7 @@ impl Engine {
                 }
                 if found.early.fingerprint != fingerprint {
                     self.refuse(endpoint, id, &found.early.body);
-                    let what = format!("rank {} sends another dtype than this one receives", found.from);
+                    let what = other_dtype(found.from, found.early.fingerprint, fingerprint);
                     self.mismatch(id, seq, what);
                 } else if self.deliver_early(recv, endpoint, found.early) {
                     self.finish(op);
@@ -928,14 +945,19 @@ impl Engine {
 
     /// Nothing more comes from or goes to a process. What it sent before is used.
     pub fn lose(&mut self, endpoint: u32, how: String) {
-        if self.endpoints[endpoint as usize].dead.is_some() {
+        let peer = &mut self.endpoints[endpoint as usize];
+        if peer.dead.is_some() || std::mem::replace(&mut peer.ending, true) {
             return;
         }
         tracing::debug!(endpoint, how, "peer lost");
+        self.hear_out(endpoint);
         self.endpoints[endpoint as usize].dead = Some(how.clone());
         // What it wrote before it died is still in the ring.
         while self.read_ring(endpoint, BURST) {}
         let peer = &mut self.endpoints[endpoint as usize];
+        if matches!(peer.out, Out::Shm { bell: None, .. }) {
+            self.net.unwelcomed -= 1;
+        }
         peer.items.clear();
         peer.streams.clear();
         peer.out = Out::Idle;
@@ -986,14 +1008,19 @@ impl Engine {
             return true;
         }
         if let Kind::Recv { from: None, .. } = op.kind {
-            let gone = |(rank, &endpoint): (usize, &u32)| {
-                rank as u32 == channel.me
-                    || channel.left[rank]
-                    || self.endpoints.get(endpoint as usize).is_none_or(|peer| peer.dead.is_some())
-            };
-            return channel.members.iter().enumerate().all(gone);
+            return self.nobody_left(channel);
         }
         op.still_needs(rank)
+    }
+
+    /// All other members are gone.
+    fn nobody_left(&self, channel: &Channel) -> bool {
+        let gone = |(rank, &endpoint): (usize, &u32)| {
+            rank as u32 == channel.me
+                || channel.left[rank]
+                || self.endpoints.get(endpoint as usize).is_none_or(|peer| peer.dead.is_some())
+        };
+        channel.members.iter().enumerate().all(gone)
     }
 
     /// Fails a channel: at once, or, where a table of calls explains it, when the others have answered.
@@ -1231,3 +1258,12 @@ const OWNED_LIMIT: usize = 16 << 10;
 const CLOSED: usize = 4096;
 
 const _: () = assert!(OWNED_LIMIT + HEADER < 64 << 10);
+
+/// What to say of a point-to-point message whose fingerprint, its dtype's code plus one, isn't the receive's.
+fn other_dtype(rank: u32, theirs: u64, ours: u64) -> String {
+    let name = |fingerprint: u64| {
+        let code = fingerprint.checked_sub(1).and_then(|code| u8::try_from(code).ok());
+        code.and_then(DType::from_code).map_or("nothing", DType::name)
+    };
+    format!("recv: rank {rank} sends {} where this one expects {}", name(theirs), name(ours))
+}
