@@ -7,9 +7,12 @@ mod channel;
 mod config;
 mod endpoint;
 mod engine;
+mod failing;
+mod message;
 mod net;
 mod play;
 mod pool;
+mod start;
 mod ticket;
 
 use std::sync::Arc;
