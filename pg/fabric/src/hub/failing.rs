@@ -13,8 +13,9 @@ use super::play::Op;
 use crate::error::Failure;
 use crate::wire::{Frame, Header};
 
-/// A failed channel waits this long for what the others have to say.
-const INQUEST: Duration = Duration::from_millis(500);
+/// A failed channel waits this long for what the others have to say: long enough for a rank that lives but gets no
+/// processor. Those known to be gone aren't waited for.
+const INQUEST: Duration = Duration::from_secs(2);
 
 impl Engine {
     /// The endpoint of a rank; if it is gone, the operation that needs it fails.
