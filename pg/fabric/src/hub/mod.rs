@@ -309,6 +309,7 @@ impl Hub {
     /// Fails a group, on all its members.
     pub fn fail(&self, id: u64, failure: Failure) {
         if self.check_fork().is_ok() {
+            // Told from here: the process may end before another thread gets to it.
             self.with(|engine| {
                 engine.fail_channel(id, failure, true);
                 engine.drive();
