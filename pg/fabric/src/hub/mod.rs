@@ -7,13 +7,16 @@ mod channel;
 mod config;
 mod endpoint;
 mod engine;
+mod failing;
+mod message;
 mod net;
 mod play;
 mod pool;
+mod start;
 mod ticket;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
@@ -40,10 +43,12 @@ use net::Net;
 use play::{Blocks, Unpack};
 use ticket::{Tickets, deadline};
 
-/// How long a waiter spins, with a core to itself, before it yields.
-const SPIN: Duration = Duration::from_micros(60);
-/// How long a waiter yields before it sleeps.
-const YIELD: Duration = Duration::from_micros(60);
+/// Looks with nothing but a pause between them, where every rank has a core to itself: a few microseconds, in which a
+/// peer that is at it too answers.
+const SPINS: u32 = 200;
+/// How long a waiter yields before it sleeps. It yields even where every rank should have a core: something else may run
+/// there, and then the peer that it waits for stands behind this very thread.
+const YIELD: Duration = Duration::from_micros(100);
 /// The longest sleep, so that deadlines and interrupts are noticed.
 const NAP: Duration = Duration::from_millis(50);
 
@@ -65,7 +70,7 @@ struct Shared {
     address: Address,
     /// Callers that wait.
     foreground: AtomicUsize,
-    /// Waiters that sleep on the sockets.
+    /// Waiters that sleep on the sockets: none or one.
     sleepers: AtomicUsize,
     /// Waiters that another one drives for.
     passengers: Mutex<Vec<Thread>>,
@@ -144,20 +149,13 @@ impl Patience {
     /// Waits a little; `false` when it is time to sleep.
     fn wait(&mut self) -> bool {
         self.looks += 1;
-        if self.spin && self.looks < 64 {
+        if self.spin && self.looks < SPINS {
             std::hint::spin_loop();
             return true;
         }
         let since = *self.since.get_or_insert_with(Instant::now);
-        let waited = since.elapsed();
-        if self.spin && waited < SPIN {
-            for _ in 0..16 {
-                std::hint::spin_loop();
-            }
-            return true;
-        }
         rustix::thread::sched_yield();
-        waited < if self.spin { SPIN + YIELD } else { YIELD }
+        since.elapsed() < YIELD
     }
 }
 
@@ -242,6 +240,7 @@ impl Hub {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let crowded = here > cores;
         self.with(|engine| {
+            engine.config.ring = engine.config.ring.min(ring_for(here));
             if engine.channels.contains_key(&spec.id) {
                 return Err(HubError::Duplicate { name: spec.name.clone() });
             }
@@ -298,6 +297,7 @@ impl Hub {
     /// Closes a group. What is under way in it fails.
     pub fn close(&self, id: u64) {
         if self.check_fork().is_ok() {
+            // Driven at once: this may be the last that this process does.
             self.with(|engine| {
                 engine.close(id);
                 engine.drive();
@@ -404,7 +404,8 @@ impl Hub {
                 }
             }
             let nap = until.map_or(NAP, |until| (until - now).min(NAP));
-            match shared.engine.try_lock() {
+            let driver = if shared.sleepers.load(Ordering::SeqCst) == 0 { shared.engine.try_lock() } else { None };
+            match driver {
                 Some(engine) => shared.drive_for(engine, ticket, nap),
                 None => shared.ride(ticket, nap),
             }
@@ -593,7 +594,9 @@ impl Shared {
                         continue;
                     }
                     self.release(engine, true);
-                    self.sleep(next, nap);
+                    if !self.sleep(next, nap) {
+                        return;
+                    }
                     let Some(again) = self.engine.try_lock() else { return };
                     engine = again;
                     engine.disarm();
@@ -608,24 +611,32 @@ impl Shared {
         self.release(engine, true);
     }
 
-    /// Sleeps until a socket or the bell wakes this process, at most until `next` or `longest`.
-    fn sleep(&self, next: Option<Instant>, longest: Duration) {
-        let limit = next.map_or(longest, |next| next.saturating_duration_since(Instant::now()).min(longest));
-        self.sleepers.fetch_add(1, Ordering::SeqCst);
-        // What was posted before this process counted as asleep rang no bell.
-        fence(Ordering::SeqCst);
-        if self.inbox.is_empty() {
-            let time = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
-            let _ = poll(&mut [PollFd::new(&*self.epoll, PollFlags::IN)], Some(&time));
+    /// Sleeps until a socket or the bell wakes this process, at most until `next` or `longest`. Only one waiter does: a
+    /// second one could miss a ring that the first has answered. `false` if another one sleeps already.
+    fn sleep(&self, next: Option<Instant>, longest: Duration) -> bool {
+        if self.sleepers.compare_exchange(0, 1, Ordering::SeqCst, Ordering::SeqCst).is_err() {
+            return false;
         }
-        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        // What was posted before this process counted as asleep rang no bell.
+        if self.inbox.is_empty() {
+            self.poll(next, longest);
+        }
+        self.sleepers.store(0, Ordering::SeqCst);
+        true
+    }
+
+    fn poll(&self, next: Option<Instant>, longest: Duration) {
+        let limit = next.map_or(longest, |next| next.saturating_duration_since(Instant::now()).min(longest));
+        let time = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
+        let _ = poll(&mut [PollFd::new(&*self.epoll, PollFlags::IN)], Some(&time));
     }
 
     /// Another thread drives: sleeps until an operation ends or the token may be free.
     fn ride(&self, ticket: &Ticket, nap: Duration) {
         self.passengers.lock().push(std::thread::current());
         self.aboard.fetch_add(1, Ordering::SeqCst);
-        if !ticket.ended() && self.engine.is_locked() {
+        let driven = || self.engine.is_locked() || self.sleepers.load(Ordering::SeqCst) > 0;
+        if !ticket.ended() && driven() {
             std::thread::park_timeout(nap.min(Duration::from_millis(1)));
         }
         self.aboard.fetch_sub(1, Ordering::SeqCst);
@@ -692,6 +703,10 @@ impl Shared {
                 rustix::thread::sched_yield();
                 continue;
             };
+            if self.foreground.load(Ordering::SeqCst) > 0 {
+                // Looked at under the token: a waiter that sleeps, or is about to, must get the bell itself.
+                return true;
+            }
             let mut moved = self.take_inbox(&mut engine);
             moved |= engine.drive();
             if !moved {
@@ -718,21 +733,43 @@ impl Shared {
                 self.pool.run(Box::new(move || drop(garbage)));
             }
             if self.inbox.is_empty() && self.foreground.load(Ordering::SeqCst) == 0 {
-                self.sleep(next, Duration::from_secs(1));
+                self.poll(next, Duration::from_secs(1));
             }
             self.progress.store(AWAKE, Ordering::SeqCst);
-            if let Some(mut engine) = self.engine.try_lock() {
-                engine.poll_sockets();
-                self.release(engine, false);
-            }
             return true;
         }
     }
 }
+
+/// The largest ring with which links to all ranks of a host stay within [`SHARED`].
+fn ring_for(ranks: usize) -> usize {
+    let share = (SHARED / ranks.max(1)).max(SMALLEST_RING);
+    1 << (usize::BITS - 1 - share.leading_zeros())
+}
+
+/// Shared memory a process may make for its links, in bytes; a control page per link comes on top.
+const SHARED: usize = 48 << 20;
+/// Below this a ring no longer holds a few eager messages.
+const SMALLEST_RING: usize = 64 << 10;
 
 /// This machine and its network namespace: where loopback and abstract sockets mean the same.
 fn machine() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let net = std::fs::read_link("/proc/self/ns/net").map(|path| path.display().to_string()).unwrap_or_default();
     format!("{}/{net}", boot.trim())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_to_a_crowded_host_stay_within_bounds() {
+        for ranks in 1..=700 {
+            let ring = ring_for(ranks);
+            assert!(ring.is_power_of_two() && ring >= SMALLEST_RING);
+            assert!(ring * (ranks - 1) <= 64 << 20, "{ranks} ranks of {ring} bytes");
+        }
+        assert!(ring_for(8) >= Config::default().ring);
+    }
 }
