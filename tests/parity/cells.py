@@ -163,10 +163,13 @@ class _Try:
     def all_to_all_single(self) -> None:
         wants = [self.values(source, self.rank) for source in range(self.ranks)]
         mine = [self.values(self.rank, block) for block in range(self.ranks)]
-        splits: tuple[Any, ...] = ()
+        splits: dict[str, Any] = {}
         if self.cell.layout == "uneven blocks":
-            splits = ([len(want) for want in wants], [len(tensor) for tensor in mine])
-        dist.all_to_all_single(self.into(self.whole(wants)), self.of(self.whole(mine)), *splits, group=self.group)
+            splits = {
+                "output_split_sizes": [len(want) for want in wants],
+                "input_split_sizes": [len(tensor) for tensor in mine],
+            }
+        dist.all_to_all_single(self.into(self.whole(wants)), self.of(self.whole(mine)), group=self.group, **splits)
 
     def gather(self) -> None:
         data = [self.values(source, source) for source in range(self.ranks)]
