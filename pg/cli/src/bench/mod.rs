@@ -4,6 +4,7 @@
 //! tables, JSON and a picture. It never talks to a backend itself.
 
 mod op;
+mod rendezvous;
 mod row;
 mod size;
 mod workers;
@@ -38,8 +39,10 @@ const SLACK: Duration = Duration::from_secs(15);
 
 /// Time collectives through torch.distributed, in nccl-tests' columns
 #[derive(Debug, clap::Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
 pub(crate) struct Args {
+    #[command(subcommand)]
+    other: Option<Other>,
     /// What to measure
     #[arg(long, value_enum, value_delimiter = ',', default_value = "all_reduce,all_gather,reduce_scatter")]
     ops: Vec<Op>,
@@ -90,6 +93,12 @@ pub(crate) struct Args {
     verbose: bool,
 }
 
+/// What isn't a collective.
+#[derive(Debug, clap::Subcommand)]
+enum Other {
+    Rendezvous(rendezvous::Args),
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Backend {
     Podring,
@@ -135,6 +144,8 @@ fn positive(text: &str) -> Result<f64, String> {
 pub(crate) enum Error {
     #[error(transparent)]
     Usage(#[from] Usage),
+    #[error(transparent)]
+    Rendezvous(#[from] rendezvous::Error),
     #[error(transparent)]
     Python(#[from] python::Error),
     #[error(transparent)]
@@ -196,6 +207,9 @@ struct Plan<'a> {
 
 /// Runs the command.
 pub(crate) fn run(args: Args) -> Result<i32, Error> {
+    if let Some(Other::Rendezvous(args)) = &args.other {
+        return Ok(rendezvous::run(args)?);
+    }
     if let Err(usage) = args.check() {
         terminal::err(&format!("error: {usage}\n\nFor more information, try 'podring bench --help'."));
         return Ok(2);

@@ -1,0 +1,152 @@
+//! Connections as the coordinator accepts them: counted, given up when silent, closed when it stops.
+
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::futures::OwnedNotified;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::{Instant, Sleep};
+use tonic::transport::server::Connected;
+
+/// A switch that many can wait for, used once.
+#[derive(Clone, Default)]
+pub(crate) struct Stop(Arc<(AtomicBool, Arc<Notify>)>);
+
+impl Stop {
+    pub(crate) fn set(&self) {
+        self.0.0.store(true, Ordering::SeqCst);
+        self.0.1.notify_waiters();
+    }
+
+    pub(crate) fn is_set(&self) -> bool {
+        self.0.0.load(Ordering::SeqCst)
+    }
+
+    fn listen(&self) -> Pin<Box<OwnedNotified>> {
+        // Counts for what is set from now on; the caller looks at the flag afterwards.
+        Box::pin(Arc::clone(&self.0.1).notified_owned())
+    }
+
+    pub(crate) async fn wait(&self) {
+        let notified = self.listen();
+        if !self.is_set() {
+            notified.await;
+        }
+    }
+}
+
+/// An accepted connection.
+pub(crate) struct Guarded {
+    stream: TcpStream,
+    _permit: OwnedSemaphorePermit,
+    stop: Stop,
+    stopped: Pin<Box<OwnedNotified>>,
+    /// Longest pause between two reads. Healthy peers answer the server's pings more often.
+    idle: Duration,
+    read_at: Instant,
+    alarm: Pin<Box<Sleep>>,
+}
+
+impl Guarded {
+    fn new(stream: TcpStream, permit: OwnedSemaphorePermit, stop: &Stop, idle: Duration) -> Self {
+        let (stopped, now) = (stop.listen(), Instant::now());
+        let alarm = Box::pin(tokio::time::sleep_until(now + idle));
+        Guarded { stream, _permit: permit, stop: stop.clone(), stopped, idle, read_at: now, alarm }
+    }
+}
+
+impl AsyncRead for Guarded {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        if this.stop.is_set() || this.stopped.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
+        if let Poll::Ready(result) = Pin::new(&mut this.stream).poll_read(cx, buf) {
+            this.read_at = Instant::now();
+            return Poll::Ready(result);
+        }
+        // The alarm is set anew only when it goes off: reads are many, silences few.
+        while this.alarm.as_mut().poll(cx).is_ready() {
+            let due = this.read_at + this.idle;
+            if due <= Instant::now() {
+                return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+            }
+            this.alarm.as_mut().reset(due);
+        }
+        Poll::Pending
+    }
+}
+
+impl AsyncWrite for Guarded {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+impl Connected for Guarded {
+    type ConnectInfo = Option<SocketAddr>;
+
+    fn connect_info(&self) -> Self::ConnectInfo {
+        self.stream.peer_addr().ok()
+    }
+}
+
+/// Accepts until stopped. Out of descriptors is a pause, not an end.
+pub(crate) async fn accept(
+    listener: TcpListener,
+    seats: Arc<Semaphore>,
+    stop: Stop,
+    idle: Duration,
+    out: mpsc::Sender<io::Result<Guarded>>,
+) {
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            () = stop.wait() => return,
+        };
+        match accepted {
+            Ok((stream, peer)) => {
+                let Ok(permit) = Arc::clone(&seats).try_acquire_owned() else {
+                    tracing::warn!(%peer, "connection refused: too many");
+                    continue;
+                };
+                let _ = stream.set_nodelay(true);
+                if out.send(Ok(Guarded::new(stream, permit, &stop, idle))).await.is_err() {
+                    return;
+                }
+            }
+            Err(error) => {
+                tracing::warn!(%error, "accept");
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! What the coordinator holds, under one lock, and how a decision reaches those who wait for it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rustc_hash::FxHashMap;
+use tokio::sync::{Notify, mpsc, oneshot};
+
+use super::journal::Journal;
+use crate::decide::Answer;
+use crate::decide::barrier::Barriers;
+use crate::decide::keyvalue::{KeyValue, Outcome};
+use crate::decide::roster::{AgentId, Event, Outbox, Roster};
+use crate::refusal::{Lost, Refusal};
+
+/// Events that wait for an agent that doesn't read. One more and the agent is lost.
+pub(super) const EVENTS: usize = 1024;
+
+/// The stream of one agent.
+pub(super) struct Line {
+    /// Tells this stream from another one of the same agent.
+    pub(super) serial: u64,
+    pub(super) events: mpsc::Sender<Event>,
+}
+
+pub(super) struct State {
+    pub(super) roster: Roster,
+    pub(super) store: KeyValue,
+    pub(super) barriers: Barriers,
+    pub(super) lines: FxHashMap<AgentId, Line>,
+    pub(super) next_line: u64,
+    store_calls: FxHashMap<u64, (Option<String>, oneshot::Sender<Outcome>)>,
+    barrier_calls: FxHashMap<u64, oneshot::Sender<Result<(), Refusal>>>,
+    journal: Option<Journal>,
+    journal_epoch: u64,
+}
+
+/// The state and its clock.
+pub(crate) struct Shared {
+    pub(super) instance: u64,
+    pub(super) silence: Duration,
+    began: Instant,
+    state: Mutex<State>,
+    /// A deadline may be earlier than the ticker thinks.
+    sooner: Notify,
+}
+
+impl Shared {
+    pub(super) fn new(
+        instance: u64,
+        silence: Duration,
+        roster: Roster,
+        mut store: KeyValue,
+        journal: Option<Journal>,
+    ) -> Arc<Self> {
+        if journal.is_some() {
+            store.keep_journal();
+        }
+        let journal_epoch = roster.epoch();
+        let state = State {
+            roster,
+            store,
+            barriers: Barriers::default(),
+            lines: FxHashMap::default(),
+            next_line: 0,
+            store_calls: FxHashMap::default(),
+            barrier_calls: FxHashMap::default(),
+            journal,
+            journal_epoch,
+        };
+        let (state, began) = (Mutex::new(state), Instant::now());
+        Arc::new(Shared { instance, silence, began, state, sooner: Notify::new() })
+    }
+
+    pub(super) fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    /// Does something with the state, then tells whom it concerns.
+    pub(super) fn with<R>(&self, act: impl FnOnce(&mut State, Duration) -> R) -> R {
+        let mut state = self.state.lock();
+        let before = state.next_deadline();
+        let result = act(&mut state, self.now());
+        state.settle();
+        let after = state.next_deadline();
+        drop(state);
+        if after.is_some_and(|after| before.is_none_or(|before| after < before)) {
+            self.sooner.notify_one();
+        }
+        result
+    }
+
+    /// Lets go of the journal, so that another coordinator can take it.
+    pub(super) fn close(&self) {
+        self.state.lock().journal = None;
+    }
+
+    /// Keeps the deadlines until it is dropped.
+    pub(super) async fn tick(self: Arc<Self>) {
+        loop {
+            let due = self.with(|state, now| {
+                let (gone, outbox) = state.roster.tick(now);
+                state.deliver(outbox);
+                gone.iter().for_each(|lost| state.barriers.lost(lost));
+                state.store.tick(now);
+                let world = state.roster.world().cloned();
+                state.barriers.tick(now, |rank| world.as_ref()?.host_of(rank).map(str::to_owned));
+                state.next_deadline()
+            });
+            match due {
+                // A pause at least: many deadlines that lie close together are one piece of work.
+                Some(due) => {
+                    let pause = due.saturating_sub(self.now()).max(Duration::from_millis(2));
+                    let _ = tokio::time::timeout(pause, self.sooner.notified()).await;
+                }
+                None => self.sooner.notified().await,
+            }
+        }
+    }
+
+    /// Waits for an answer of the store's. A caller who goes away takes his request with him. `pop` is the queue that
+    /// the call takes from.
+    pub(super) async fn store_answer(
+        self: &Arc<Self>,
+        pop: Option<String>,
+        ask: impl FnOnce(&mut KeyValue, Duration) -> Result<Answer<Outcome>, Refusal>,
+    ) -> Result<Outcome, Refusal> {
+        let answer = self.with(|state, now| match ask(&mut state.store, now)? {
+            Answer::Now(outcome) => Ok(Err(outcome)),
+            Answer::Later(id) => {
+                let (tx, rx) = oneshot::channel();
+                state.store_calls.insert(id, (pop.clone(), tx));
+                Ok(Ok(Waiting { shared: Arc::clone(self), id, pop, rx }))
+            }
+        })?;
+        match answer {
+            Err(outcome) => Ok(outcome),
+            Ok(mut waiting) => (&mut waiting.rx).await.map_err(|_| Refusal::UnknownSession),
+        }
+    }
+
+    /// The same for a barrier.
+    pub(super) async fn barrier_answer(
+        self: &Arc<Self>,
+        ask: impl FnOnce(&mut State, Duration) -> Result<Answer<()>, Refusal>,
+    ) -> Result<(), Refusal> {
+        let waiting = self.with(|state, now| match ask(state, now)? {
+            Answer::Now(()) => Ok(None),
+            Answer::Later(id) => {
+                let (tx, rx) = oneshot::channel();
+                state.barrier_calls.insert(id, tx);
+                let shared = Arc::clone(self);
+                let cancel = Cancel(Some(move || {
+                    shared.with(|state, _| {
+                        state.barrier_calls.remove(&id);
+                        state.barriers.cancel(id);
+                    });
+                }));
+                Ok(Some((rx, cancel)))
+            }
+        })?;
+        let Some((rx, mut cancel)) = waiting else { return Ok(()) };
+        let outcome = rx.await.unwrap_or(Err(Refusal::UnknownSession));
+        cancel.0 = None;
+        outcome
+    }
+}
+
+/// A call of the store's that waits.
+struct Waiting {
+    shared: Arc<Shared>,
+    id: u64,
+    pop: Option<String>,
+    rx: oneshot::Receiver<Outcome>,
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.rx.close();
+        let unread = self.rx.try_recv().ok();
+        let (id, pop) = (self.id, self.pop.take());
+        self.shared.with(|state, _| {
+            if state.store_calls.remove(&id).is_some() {
+                state.store.cancel(id);
+            }
+            state.give_back(pop.as_deref(), unread);
+        });
+    }
+}
+
+/// Does something when dropped, unless it is emptied before.
+struct Cancel<F: FnOnce()>(Option<F>);
+
+impl<F: FnOnce()> Drop for Cancel<F> {
+    fn drop(&mut self) {
+        if let Some(act) = self.0.take() {
+            act();
+        }
+    }
+}
+
+impl State {
+    fn next_deadline(&self) -> Option<Duration> {
+        let all = [self.roster.next_deadline(), self.store.next_deadline(), self.barriers.next_deadline()];
+        all.into_iter().flatten().min()
+    }
+
+    /// Hands events to their agents' streams.
+    pub(super) fn deliver(&mut self, outbox: Outbox) {
+        let mut stuck = Vec::new();
+        for (agent, event) in outbox {
+            if let Some(line) = self.lines.get(&agent)
+                && line.events.try_send(event).is_err()
+            {
+                stuck.push(agent);
+            }
+        }
+        for agent in stuck {
+            self.lose(agent, "it doesn't read its events");
+        }
+    }
+
+    /// An agent is gone.
+    pub(super) fn lose(&mut self, agent: AgentId, how: &str) {
+        self.lines.remove(&agent);
+        let (lost, outbox) = self.roster.lost(agent, how);
+        self.deliver(outbox);
+        if let Some(lost) = lost {
+            self.gone(&lost);
+        }
+    }
+
+    pub(super) fn gone(&mut self, lost: &Lost) {
+        tracing::info!(%lost, "lost");
+        self.barriers.lost(lost);
+    }
+
+    /// A value taken for a caller who is gone goes back where it was.
+    fn give_back(&mut self, pop: Option<&str>, outcome: Option<Outcome>) {
+        if let (Some(key), Some(Outcome::Values(values))) = (pop, outcome) {
+            values.into_iter().for_each(|value| self.store.unpop(key, value));
+        }
+    }
+
+    /// Answers the calls whose answer is there, and writes the journal.
+    fn settle(&mut self) {
+        // A value that goes back may wake somebody else.
+        loop {
+            let woken = self.store.woken();
+            if woken.is_empty() {
+                break;
+            }
+            for (id, outcome) in woken {
+                let Some((pop, caller)) = self.store_calls.remove(&id) else { continue };
+                self.give_back(pop.as_deref(), caller.send(outcome).err());
+            }
+        }
+        for (id, outcome) in self.barriers.passed() {
+            if let Some(caller) = self.barrier_calls.remove(&id) {
+                let _ = caller.send(outcome);
+            }
+        }
+        let epoch = self.roster.epoch();
+        let Some(journal) = &mut self.journal else { return };
+        let changes = self.store.changes();
+        let formed = (epoch != self.journal_epoch).then_some(epoch);
+        if changes.is_empty() && formed.is_none() {
+            return;
+        }
+        self.journal_epoch = epoch;
+        if let Err(error) = journal.write(changes, formed) {
+            tracing::error!(%error, "the journal can't be written and is removed: a restart will lose the store");
+            self.journal = None;
+        }
+    }
+}
