@@ -35,12 +35,16 @@ def check(ends: list[End], op: str, within: float, *named: int, kind: str = "Dis
 
 
 def odd(usual: Callable[[], object], other: Callable[[], object]) -> Callable[[], None]:
-    """Two good collectives, then rank ODD calls another than the rest."""
+    """Two good collectives, then rank ODD calls another than the rest.
+
+    A root that sends may be done before anybody can contradict it; the next collective tells it at the latest.
+    """
 
     def body() -> None:
         for _ in range(2):
             dist.all_reduce(torch.ones(4))
         (other if dist.get_rank() == ODD else usual)()
+        dist.barrier()
 
     return body
 
@@ -124,7 +128,13 @@ def refused(call: Callable[[], object], *kinds: str, says: str = "") -> None:
 
 
 def test_device_without_a_backend() -> None:
-    refused(lambda: dist.all_reduce(torch.ones(3, device="meta")), "RuntimeError", says="meta")
+    """Past torch's dispatcher: torch itself answers collectives of meta tensors, without any backend."""
+
+    def call() -> None:
+        group: Any = dist.distributed_c10d._get_default_group()
+        group._get_backend(torch.device("cpu")).allreduce([torch.ones(3, device="meta")]).wait()
+
+    refused(call, "RuntimeError", says="meta")
 
 
 def test_reduction_a_dtype_has_not() -> None:

@@ -4,6 +4,7 @@ mod bench;
 mod doctor;
 mod python;
 mod terminal;
+mod topo;
 
 use std::ffi::OsString;
 
@@ -21,6 +22,7 @@ struct Cli {
 enum Command {
     Bench(bench::Args),
     Doctor(doctor::Args),
+    Topo(topo::Topo),
 }
 
 /// Runs the command line given in `args` (program name first) and returns the process exit code.
@@ -35,6 +37,7 @@ where
         Ok(Cli { command: Some(command) }) => match command {
             Command::Bench(args) => exit_code(bench::run(args)),
             Command::Doctor(args) => exit_code(doctor::run(args)),
+            Command::Topo(topo) => topo.run(),
         },
         Ok(Cli { command: None }) => {
             terminal::out(&format!("podring {} (see podring --help)", env!("CARGO_PKG_VERSION")));

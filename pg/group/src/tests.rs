@@ -293,6 +293,20 @@ fn strided_tensors_are_packed() {
         finish(group, call).unwrap();
         let expected: Vec<f32> = (0..12).map(|i| if i % 2 == 0 { 2.0 * i as f32 } else { i as f32 }).collect();
         assert_eq!(data, expected);
+
+        // Longer than one step of unpacking.
+        let (rows, columns) = (301usize, 403usize);
+        let mut data: Vec<f64> = (0..rows * columns).map(|i| i as f64).collect();
+        let layout = Layout {
+            sizes: SmallVec::from_slice(&[columns as i64, rows as i64]),
+            strides: SmallVec::from_slice(&[1, columns as i64]),
+            conj: false,
+            neg: false,
+        };
+        let t = Tensor { data: data.as_mut_ptr().cast(), layout };
+        let call = one(Op::AllReduce, DType::F64, Some(Reduction::Sum), Blocks::whole(t.clone()), Blocks::whole(t));
+        finish(group, call).unwrap();
+        assert!(data.iter().enumerate().all(|(i, value)| *value == 2.0 * i as f64));
     });
 }
 

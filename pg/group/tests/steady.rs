@@ -1,5 +1,7 @@
 //! In a steady state a collective allocates nothing: counted at the allocator, over all threads of the process.
 
+#![allow(clippy::unwrap_used, reason = "a test")]
+
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::sync::Arc;
 use std::sync::Barrier;
@@ -66,16 +68,19 @@ fn nothing_is_allocated_per_collective() {
                         }
                     }
                 };
-                round(100);
-                together.wait();
-                let before = ALLOCATIONS.load(Ordering::SeqCst);
-                together.wait();
-                round(200);
-                together.wait();
-                let after = ALLOCATIONS.load(Ordering::SeqCst);
-                // Room for a queue that doubles once more on a busy machine; one per collective would be 2400.
-                assert!(after - before < 24, "{} allocations in 2400 collectives", after - before);
-                together.wait();
+                // Queues and pools grow to what the worst interleaving so far needed; on a busy machine that takes a
+                // while. Then there must be a stretch that allocates nothing.
+                let mut fewest = u64::MAX;
+                for _ in 0..8 {
+                    together.wait();
+                    let before = ALLOCATIONS.load(Ordering::SeqCst);
+                    together.wait();
+                    round(200);
+                    together.wait();
+                    fewest = fewest.min(ALLOCATIONS.load(Ordering::SeqCst) - before);
+                    together.wait();
+                }
+                assert_eq!(fewest, 0, "allocations in 2400 collectives");
                 group.shutdown();
                 runtime.stop();
             });

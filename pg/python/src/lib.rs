@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use pyo3::prelude::*;
 
 mod abi;
+mod topology;
 
 /// Runs the `podring` command line; `args` includes the program name. Returns the exit code.
 #[pyfunction]
@@ -24,5 +25,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(cli_main, module)?)?;
     module.add("abi", table(module.py())?)?;
+    topology::add_to(module)?;
     Ok(())
 }

@@ -161,7 +161,7 @@ impl Engine {
 
     /// Something is under way that a sleeper must be woken for.
     pub fn busy(&self) -> bool {
-        !self.ops.is_empty() || self.inquests > 0 || !self.dirty.is_empty()
+        !self.ops.is_empty() || self.inquests > 0 || !self.dirty.is_empty() || self.net.unwelcomed > 0
     }
 
     /// One round of work; `true` if anything moved.
@@ -936,6 +936,9 @@ impl Engine {
         // What it wrote before it died is still in the ring.
         while self.read_ring(endpoint, BURST) {}
         let peer = &mut self.endpoints[endpoint as usize];
+        if matches!(peer.out, Out::Shm { bell: None, .. }) {
+            self.net.unwelcomed -= 1;
+        }
         peer.items.clear();
         peer.streams.clear();
         peer.out = Out::Idle;

@@ -13,7 +13,7 @@ mod pool;
 mod ticket;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
@@ -65,7 +65,7 @@ struct Shared {
     address: Address,
     /// Callers that wait.
     foreground: AtomicUsize,
-    /// Waiters that sleep on the sockets.
+    /// Waiters that sleep on the sockets: none or one.
     sleepers: AtomicUsize,
     /// Waiters that another one drives for.
     passengers: Mutex<Vec<Thread>>,
@@ -298,7 +298,11 @@ impl Hub {
     /// Closes a group. What is under way in it fails.
     pub fn close(&self, id: u64) {
         if self.check_fork().is_ok() {
-            self.with(|engine| engine.close(id));
+            // Driven at once: this may be the last that this process does.
+            self.with(|engine| {
+                engine.close(id);
+                engine.drive();
+            });
             self.0.kick();
         }
     }
@@ -306,7 +310,10 @@ impl Hub {
     /// Fails a group, on all its members.
     pub fn fail(&self, id: u64, failure: Failure) {
         if self.check_fork().is_ok() {
-            self.with(|engine| engine.fail_channel(id, failure, true));
+            self.with(|engine| {
+                engine.fail_channel(id, failure, true);
+                engine.drive();
+            });
             self.0.kick();
         }
     }
@@ -397,7 +404,8 @@ impl Hub {
                 }
             }
             let nap = until.map_or(NAP, |until| (until - now).min(NAP));
-            match shared.engine.try_lock() {
+            let driver = if shared.sleepers.load(Ordering::SeqCst) == 0 { shared.engine.try_lock() } else { None };
+            match driver {
                 Some(engine) => shared.drive_for(engine, ticket, nap),
                 None => shared.ride(ticket, nap),
             }
@@ -586,7 +594,9 @@ impl Shared {
                         continue;
                     }
                     self.release(engine, true);
-                    self.sleep(next, nap);
+                    if !self.sleep(next, nap) {
+                        return;
+                    }
                     let Some(again) = self.engine.try_lock() else { return };
                     engine = again;
                     engine.disarm();
@@ -601,24 +611,32 @@ impl Shared {
         self.release(engine, true);
     }
 
-    /// Sleeps until a socket or the bell wakes this process, at most until `next` or `longest`.
-    fn sleep(&self, next: Option<Instant>, longest: Duration) {
-        let limit = next.map_or(longest, |next| next.saturating_duration_since(Instant::now()).min(longest));
-        self.sleepers.fetch_add(1, Ordering::SeqCst);
-        // What was posted before this process counted as asleep rang no bell.
-        fence(Ordering::SeqCst);
-        if self.inbox.is_empty() {
-            let time = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
-            let _ = poll(&mut [PollFd::new(&*self.epoll, PollFlags::IN)], Some(&time));
+    /// Sleeps until a socket or the bell wakes this process, at most until `next` or `longest`. Only one waiter does: a
+    /// second one could miss a ring that the first has answered. `false` if another one sleeps already.
+    fn sleep(&self, next: Option<Instant>, longest: Duration) -> bool {
+        if self.sleepers.compare_exchange(0, 1, Ordering::SeqCst, Ordering::SeqCst).is_err() {
+            return false;
         }
-        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        // What was posted before this process counted as asleep rang no bell.
+        if self.inbox.is_empty() {
+            self.poll(next, longest);
+        }
+        self.sleepers.store(0, Ordering::SeqCst);
+        true
+    }
+
+    fn poll(&self, next: Option<Instant>, longest: Duration) {
+        let limit = next.map_or(longest, |next| next.saturating_duration_since(Instant::now()).min(longest));
+        let time = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
+        let _ = poll(&mut [PollFd::new(&*self.epoll, PollFlags::IN)], Some(&time));
     }
 
     /// Another thread drives: sleeps until an operation ends or the token may be free.
     fn ride(&self, ticket: &Ticket, nap: Duration) {
         self.passengers.lock().push(std::thread::current());
         self.aboard.fetch_add(1, Ordering::SeqCst);
-        if !ticket.ended() && self.engine.is_locked() {
+        let driven = || self.engine.is_locked() || self.sleepers.load(Ordering::SeqCst) > 0;
+        if !ticket.ended() && driven() {
             std::thread::park_timeout(nap.min(Duration::from_millis(1)));
         }
         self.aboard.fetch_sub(1, Ordering::SeqCst);
@@ -685,6 +703,10 @@ impl Shared {
                 rustix::thread::sched_yield();
                 continue;
             };
+            if self.foreground.load(Ordering::SeqCst) > 0 {
+                // Looked at under the token: a waiter that sleeps, or is about to, must get the bell itself.
+                return true;
+            }
             let mut moved = self.take_inbox(&mut engine);
             moved |= engine.drive();
             if !moved {
@@ -711,13 +733,9 @@ impl Shared {
                 self.pool.run(Box::new(move || drop(garbage)));
             }
             if self.inbox.is_empty() && self.foreground.load(Ordering::SeqCst) == 0 {
-                self.sleep(next, Duration::from_secs(1));
+                self.poll(next, Duration::from_secs(1));
             }
             self.progress.store(AWAKE, Ordering::SeqCst);
-            if let Some(mut engine) = self.engine.try_lock() {
-                engine.poll_sockets();
-                self.release(engine, false);
-            }
             return true;
         }
     }

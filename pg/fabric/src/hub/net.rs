@@ -64,6 +64,8 @@ pub(crate) struct Net {
     proof: Box<[u8; 16]>,
     /// TCP links exist: sockets must be looked at while polling.
     pub tcp_links: usize,
+    /// Links whose reader's bell isn't known yet: it can't be woken.
+    pub unwelcomed: usize,
 }
 
 fn add(epoll: &Guarded, fd: impl AsFd, data: EventData, flags: EventFlags) -> Result<(), Errno> {
@@ -95,6 +97,7 @@ impl Net {
             guests: Vec::new(),
             proof: Box::new(me.0.to_le_bytes()),
             tcp_links: 0,
+            unwelcomed: 0,
         })
     }
 
@@ -317,6 +320,7 @@ impl Engine {
         // SAFETY: freshly mapped and zeroed, this is its only writer; dropped with it.
         let writer = unsafe { Writer::new(mapping.base(), capacity) };
         self.endpoints[endpoint as usize].out = Out::Shm { socket, writer, bell: None, _mapping: mapping };
+        self.net.unwelcomed += 1;
         Ok(())
     }
 
@@ -353,7 +357,9 @@ impl Engine {
                     if writer.reader_sleeps() {
                         super::endpoint::ring(&fd);
                     }
-                    *bell = Some(fd);
+                    if bell.replace(fd).is_none() {
+                        self.net.unwelcomed -= 1;
+                    }
                 }
                 Ok(None) => {}
                 Err(_) => self.lose(endpoint, "its process ended".into()),

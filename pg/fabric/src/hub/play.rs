@@ -383,7 +383,8 @@ impl Engine {
             // SAFETY: the packed memory and the tensor have `count` elements, and nobody else touches them now.
             unsafe {
                 let range = op.unpacked..op.unpacked + piece;
-                kernel::unpack(&unpack.into.layout, unpack.dtype, unpack.from, unpack.into.data, range);
+                let from = unpack.from.add(op.unpacked * unpack.dtype.size());
+                kernel::unpack(&unpack.into.layout, unpack.dtype, from, unpack.into.data, range);
             }
             op.unpacked += piece;
             if op.unpacked == unpack.count {

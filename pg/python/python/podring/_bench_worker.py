@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+
 from podring import _bench_pattern as pattern
 
 Run = Callable[[], object]
