@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod caching;
 mod machine;
 mod moves;
 mod reductions;
