@@ -1,6 +1,7 @@
 //! The `podring` command line, as a library so that the Python console script and the native binary share it.
 
 mod bench;
+mod compile;
 mod doctor;
 mod python;
 mod terminal;
@@ -21,6 +22,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Bench(bench::Args),
+    Compile(compile::Args),
     Doctor(doctor::Args),
     Topo(topo::Topo),
 }
@@ -36,6 +38,7 @@ where
     match Cli::try_parse_from(args) {
         Ok(Cli { command: Some(command) }) => match command {
             Command::Bench(args) => exit_code(bench::run(args)),
+            Command::Compile(args) => exit_code(compile::run(args)),
             Command::Doctor(args) => exit_code(doctor::run(args)),
             Command::Topo(topo) => topo.run(),
         },

@@ -229,7 +229,7 @@ impl Cache {
             self.hits.fetch_add(1, Ordering::Relaxed);
             return Ok(loaded.clone());
         }
-        let loaded = match self.from_disk(&key) {
+        let loaded = match self.on_disk(&key) {
             Some(loaded) => loaded,
             None => self.compile(&key, program, devices)?,
         };
@@ -264,7 +264,7 @@ impl Cache {
         Key(hash.finalize().into())
     }
 
-    fn from_disk(&self, key: &Key) -> Option<Loaded> {
+    fn on_disk(&self, key: &Key) -> Option<Loaded> {
         let disk = self.disk.as_ref()?;
         let damaged = |what: &str| {
             self.damaged.fetch_add(1, Ordering::Relaxed);
