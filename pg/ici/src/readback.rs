@@ -78,7 +78,10 @@ pub fn read(bytes: &[u8], format: &str) -> Result<Optimized, ReadError> {
                 optimized.opcodes.push(instruction.opcode.clone());
             }
             if COLLECTIVES.contains(&base) && !instruction.opcode.ends_with("-done") {
-                let asynchronous = instruction.opcode.ends_with("-start") || wrapped.contains(&computation.id);
+                let asynchronous = instruction.opcode.ends_with("-start")
+                    || wrapped.contains(&computation.id)
+                    // Called by the start through a custom call, which names no computation.
+                    || (!wrapped.is_empty() && contains(&instruction.backend_config, b"DEVICE_TYPE_SPARSECORE"));
                 optimized.collectives.push(collective(instruction, asynchronous));
             }
         }
@@ -86,11 +89,18 @@ pub fn read(bytes: &[u8], format: &str) -> Result<Optimized, ReadError> {
     Ok(optimized)
 }
 
+fn contains(haystack: &[u8], needle: &[u8]) -> bool {
+    haystack.windows(needle.len()).any(|window| window == needle)
+}
+
 fn collective(instruction: &HloInstruction, asynchronous: bool) -> Collective {
     let config: serde_json::Value = serde_json::from_slice(&instruction.backend_config).unwrap_or_default();
     let algorithm = &config["collective_algorithm_config"];
     let text = |key: &str| algorithm[key].as_str().filter(|text| !text.is_empty()).map(str::to_owned);
     let debug = text("debug").unwrap_or_default();
+    if config["device_type"] == "DEVICE_TYPE_SPARSECORE" {
+        return on_sparse_core(instruction, &config, asynchronous);
+    }
     Collective {
         opcode: instruction.opcode.clone(),
         emitter: text("emitter"),
@@ -98,6 +108,24 @@ fn collective(instruction: &HloInstruction, asynchronous: bool) -> Collective {
         colors: field(&debug, "colors").and_then(|value| value.parse().ok()),
         phases: field(&debug, "phases").and_then(|value| value.parse().ok()),
         dim_sizes: field(&debug, "dim_sizes").map(str::to_owned),
+        asynchronous,
+    }
+}
+
+/// tpu7x hands collectives to its SparseCores, and says of each color (rings side by side) which ring each phase takes.
+fn on_sparse_core(instruction: &HloInstruction, config: &serde_json::Value, asynchronous: bool) -> Collective {
+    let offload = config["collective_offload_config"].as_object();
+    let colors = offload
+        .and_then(|offload| offload.values().find_map(|one| one["ici_strategy_config"]["color_strategies"].as_array()));
+    let phases = colors.and_then(|colors| colors.first()).and_then(|color| color["phase_rings"].as_array());
+    let ring = phases.and_then(|phases| phases.first()).and_then(|ring| ring["ring_type"].as_str());
+    Collective {
+        opcode: instruction.opcode.clone(),
+        emitter: Some("SparseCore".to_owned()),
+        strategy: ring.map(str::to_owned),
+        colors: colors.map(|colors| colors.len() as u32),
+        phases: phases.map(|phases| phases.len() as u32),
+        dim_sizes: None,
         asynchronous,
     }
 }
@@ -159,6 +187,27 @@ mod tests {
         assert_eq!(reduce.strategy.as_deref(), Some("StrategyND"));
         assert_eq!((reduce.colors, reduce.phases, reduce.dim_sizes.as_deref()), (Some(4), Some(2), Some("4,4,1")));
         assert_eq!(permute.emitter, None);
+    }
+
+    #[test]
+    fn sparse_core_rings_are_read_back() {
+        let config = r#"{"device_type":"DEVICE_TYPE_SPARSECORE","collective_offload_config":
+            {"all_reduce_offload_config":{"ici_strategy_config":{"color_strategies":[
+            {"phase_rings":[{"ring_type":"UNIDIR"},{"ring_type":"X"}]},{"phase_rings":[]}]}}}}"#;
+        let start = instruction("async-start", "", &[9]);
+        let module = HloModule {
+            name: "m".into(),
+            computations: vec![HloComputation {
+                name: "main".into(),
+                instructions: vec![start, instruction("all-reduce", config, &[])],
+                id: 1,
+            }],
+            entry_computation_id: 1,
+        };
+        let read = read(&module.encode_to_vec(), "hlo").unwrap();
+        let [reduce] = &read.collectives[..] else { panic!("{:?}", read.collectives) };
+        assert_eq!((reduce.colors, reduce.phases, reduce.strategy.as_deref()), (Some(2), Some(2), Some("UNIDIR")));
+        assert!(reduce.asynchronous);
     }
 
     #[test]

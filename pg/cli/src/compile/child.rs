@@ -32,6 +32,8 @@ pub(super) fn compile(args: &Args, job: &Job) -> Result<Value, CompileError> {
         .env(ANSWER, &answer)
         // libtpu would ask the cloud's metadata server about this machine, and wait for it.
         .env("TPU_SKIP_MDS_QUERY", "1")
+        // libtpu lets one process at a time have a machine's TPUs; a compiler takes none.
+        .env("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(stderr)
