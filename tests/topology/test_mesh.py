@@ -9,8 +9,13 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from podring import _core
-from podring.mesh import device_mesh, rank_order
+from podring import _core, device_mesh, rank_order
+
+
+def test_importing_podring_does_not_import_torch() -> None:
+    code = "import sys, podring; podring.rank_order((4,), slice='v5e:2x2'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_every_rank_once() -> None:

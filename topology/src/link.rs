@@ -1,9 +1,10 @@
 //! ICI links: who is next to whom, how far apart two chips are, and which way a message goes.
 //!
-//! A twisted torus is the lattice of Camarero, Martínez and Beivide (Lattice Graphs for High-Scale Interconnection
-//! Topologies, IEEE TPDS 26(9), 2015) that TPU v4 names as its twist (Jouppi et al., arXiv 2304.01433, section 2.8):
-//! crossing the wrap of a short axis (length k) also moves by k along every long axis (length 2k). k×k×2k is the
-//! face-centred lattice, k×2k×2k the body-centred one; both are edge-symmetric.
+//! A twisted torus is modelled as a cubic crystal lattice (Camarero, Martínez and Beivide, Lattice Graphs for High-Scale
+//! Interconnection Topologies, IEEE TPDS 26(9), 2015): crossing the wrap of a short axis (length k) also moves by k along
+//! every long axis (length 2k). k×k×2k is then the face-centred lattice, k×2k×2k the body-centred one; both are
+//! edge-symmetric. That TPUs are wired so is an assumption: Google publishes which shapes twist and what that gains
+//! (Jouppi et al., arXiv 2304.01433); the offsets were found in no text of Google's that could be read.
 
 use crate::slice::Slice;
 

@@ -81,12 +81,43 @@ fn full_tori_use_every_port() {
 
 #[test]
 fn twists_shorten_the_way_as_the_lattices_do() {
-    // Camarero et al.: the diameter of the face-centred lattice of side k is 3k/2, as is the body-centred one's.
+    // 3k/2 for both: as far as (k/2, k/2, k/2) is from the nearest points of either lattice (which the next test checks).
     for (name, plain, twisted) in
         [("v5p:4x4x8", 8, 6), ("v5p:4x8x8", 10, 6), ("v5p:8x8x16", 16, 12), ("v5p:8x16x16", 20, 12)]
     {
         assert_eq!(cost::distances(&parse(name).unwrap()).1, plain, "{name}");
         assert_eq!(cost::distances(&parse(&format!("{name}_twisted")).unwrap()).1, twisted, "{name} twisted");
+    }
+}
+
+#[test]
+fn twists_are_the_cubic_crystal_lattices() {
+    // Unrolled, the copies of a chip are the points k·(a, b, c): a + b + c even (face-centred), or a, b, c all even or all
+    // odd (body-centred). Walking there link by link ends at the start; walking to k·(any other) does not.
+    for (name, k, body) in [
+        ("v5p:4x4x8_twisted", 4, false),
+        ("v5p:8x4x4_twisted", 4, false),
+        ("v5p:8x16x8_twisted", 8, false),
+        ("v5p:4x8x8_twisted", 4, true),
+        ("v5p:16x8x16_twisted", 8, true),
+    ] {
+        let slice = parse(name).unwrap();
+        let walk = |steps: [i32; 3]| {
+            let mut at = [0; 3];
+            for (axis, &count) in steps.iter().enumerate() {
+                let direction = if count < 0 { Direction::Minus } else { Direction::Plus };
+                for _ in 0..count.abs() {
+                    at = slice.link(at, axis, direction).unwrap().to;
+                }
+            }
+            at
+        };
+        for index in 0..125 {
+            let [a, b, c] = [index / 25 - 2, index / 5 % 5 - 2, index % 5 - 2];
+            let odd = [a, b, c].map(|n: i32| n.rem_euclid(2));
+            let point = if body { odd[0] == odd[1] && odd[1] == odd[2] } else { odd.iter().sum::<i32>() % 2 == 0 };
+            assert_eq!(walk([k * a, k * b, k * c]) == [0; 3], point, "{name}: {a} {b} {c}");
+        }
     }
 }
 

@@ -140,6 +140,14 @@ pub enum HubError {
         /// The system's answer.
         source: std::io::Error,
     },
+    /// The port that PODRING_PORT names can't be listened on.
+    #[error("PODRING_PORT={port}: {source}")]
+    Port {
+        /// The port.
+        port: u16,
+        /// The system's answer.
+        source: std::io::Error,
+    },
     /// This process was forked from the one that made the group.
     #[error("this process was forked after the group was made; a process group can't be used in a forked child")]
     Forked,

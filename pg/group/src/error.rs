@@ -186,7 +186,7 @@ impl Error {
             Error::Disagree { .. } => Kind::Mismatch,
             Error::Store { .. } => Kind::Store,
             Error::Hub(error) => match **error {
-                HubError::System { .. } => Kind::Network,
+                HubError::System { .. } | HubError::Port { .. } => Kind::Network,
                 HubError::Forked | HubError::Closed | HubError::Duplicate { .. } => Kind::Aborted,
             },
             Error::Interrupted => Kind::Interrupted,

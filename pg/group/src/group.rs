@@ -40,7 +40,7 @@ pub(crate) struct Inner {
     pub(crate) name: String,
     pub(crate) rank: u32,
     pub(crate) size: u32,
-    channel: u64,
+    pub(crate) channel: u64,
     /// The default world this group stands for, forgotten with it.
     world: Option<u128>,
     timeout_ms: AtomicU64,
@@ -52,7 +52,6 @@ pub(crate) struct Inner {
     pub(crate) arrivals: StdMutex<Vec<u64>>,
     closed: AtomicBool,
     pub(crate) store: Arc<dyn Store>,
-    pub(crate) epoch: u64,
     _watched: Arc<Watched>,
 }
 
@@ -100,7 +99,7 @@ impl ProcessGroup {
         };
         let id = channel(world.id, &name, epoch);
         process.hub.open(ChannelSpec { id, name: name.clone(), me: rank, members: world.members.clone() })?;
-        let membership = Box::new(StoreMembership::new(store.clone(), epoch));
+        let membership = Box::new(StoreMembership::new(store.clone(), id, epoch));
         let watched = Arc::new(Watched { channel: id, membership, told: Mutex::new(size < 2) });
         process.watchdog.watch(&process.hub, &watched);
         Ok(ProcessGroup(Arc::new(Inner {
@@ -116,7 +115,6 @@ impl ProcessGroup {
             arrivals: StdMutex::new(vec![0; size as usize]),
             closed: AtomicBool::new(false),
             store,
-            epoch,
             _watched: watched,
         })))
     }

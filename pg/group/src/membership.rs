@@ -21,17 +21,19 @@ pub trait Membership: Send + Sync {
 /// Membership over the launcher's store.
 pub struct StoreMembership {
     store: Arc<dyn Store>,
+    channel: u64,
     epoch: u64,
 }
 
 impl StoreMembership {
-    /// Over `store`, which is the group's own.
-    pub fn new(store: Arc<dyn Store>, epoch: u64) -> Self {
-        StoreMembership { store, epoch }
+    /// Over `store`, which is the group's own. `channel` tells this group from one that an earlier life of the job made
+    /// in the same store.
+    pub fn new(store: Arc<dyn Store>, channel: u64, epoch: u64) -> Self {
+        StoreMembership { store, channel, epoch }
     }
 
     fn key(&self) -> String {
-        format!("podring/{}/failed", self.epoch)
+        format!("podring/{:016x}/failed", self.channel)
     }
 }
 
@@ -69,7 +71,7 @@ mod tests {
 
     #[test]
     fn the_first_report_stands() {
-        let membership = StoreMembership::new(Arc::new(MemoryStore::default()), 3);
+        let membership = StoreMembership::new(Arc::new(MemoryStore::default()), 5, 3);
         assert_eq!(membership.watch().unwrap(), None);
         let failure = |why: &str| Failure::Aborted { by: Some(1), why: why.into() };
         membership.report(&failure("first")).unwrap();

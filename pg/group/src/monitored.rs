@@ -48,7 +48,7 @@ struct Visit<'a> {
 
 impl Visit<'_> {
     fn key(&self, what: &str, rank: u32, number: u64) -> String {
-        format!("podring/{}/barrier/{what}/{rank}/{number}", self.group.0.epoch)
+        format!("podring/{:016x}/barrier/{what}/{rank}/{number}", self.group.0.channel)
     }
 
     fn failed(&self) -> impl Fn(StoreError) -> Error + use<> {

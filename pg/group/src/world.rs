@@ -60,86 +60,153 @@ fn random() -> [u8; 16] {
     bytes
 }
 
+/// How long ranks may differ on what they were started with. What a rank of an earlier life of the job left in the store
+/// looks like that until its successor comes.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// Pauses between two readings of everybody's record, while not all agree.
+const READING: std::ops::Range<Duration> = Duration::from_millis(50)..Duration::from_secs(1);
+
 /// Publishes this rank and waits for the others.
-pub fn form(store: &dyn Store, forming: &Forming, mut interrupted: impl FnMut() -> bool) -> Result<World, Error> {
-    let Forming { name, epoch, rank, size, timeout, address } = *forming;
-    let failed = |source: StoreError| Error::Store { rank, source };
+///
+/// A restarted job may find its predecessor's records in the store. So each rank also says which members it has found,
+/// and a world stands when all of them have said the same: a dead process says nothing of living ones.
+pub fn form(store: &dyn Store, forming: &Forming, interrupted: impl FnMut() -> bool) -> Result<World, Error> {
+    let Forming { epoch, rank, size, address, .. } = *forming;
     let key = |rank: u32| format!("podring/{epoch}/{rank}");
     let world = (rank == 0).then(|| (u128::from_le_bytes(random()), random()));
     let record = Record { version: VERSION, rank, size, address: address.clone(), world };
+    let mut visit = Visit { store, forming, start: Instant::now(), asked: Instant::now(), interrupted };
     let text = serde_json::to_vec(&record)
-        .map_err(|error| failed(StoreError { call: "set", key: key(rank), why: error.to_string() }))?;
-    store.set(&key(rank), &text).map_err(failed)?;
+        .map_err(|error| visit.failed(StoreError { call: "set", key: key(rank), why: error.to_string() }))?;
+    store.set(&key(rank), &text).map_err(|source| visit.failed(source))?;
     let keys: Vec<String> = (0..size).map(key).collect();
-    let start = Instant::now();
-    let mut pause = Duration::from_micros(200);
-    let mut asked = start;
-    while !store.check(&keys).map_err(failed)? {
-        if start.elapsed() >= timeout {
-            let mut missing = Vec::new();
-            for other in 0..size {
-                if !store.check(&keys[other as usize..=other as usize]).map_err(failed)? {
-                    missing.push(other);
+    visit.all(&keys, None)?;
+    let mut reading = READING.start;
+    loop {
+        let world = match visit.read(&keys) {
+            Err(Error::Disagree { .. }) if visit.start.elapsed() < PATIENCE.min(forming.timeout) => {
+                std::thread::sleep(READING.start.min(forming.timeout / 4));
+                continue;
+            }
+            found => found?,
+        };
+        let agreed = |rank: u32| format!("podring/{epoch}/agreed/{}/{rank}", world.digest());
+        store.set(&agreed(rank), b"1").map_err(|source| visit.failed(source))?;
+        let agreed: Vec<String> = (0..size).map(agreed).collect();
+        if visit.all(&agreed, Some(reading))? {
+            return Ok(world);
+        }
+        reading = (2 * reading).min(READING.end);
+    }
+}
+
+struct Visit<'a, I> {
+    store: &'a dyn Store,
+    forming: &'a Forming<'a>,
+    start: Instant,
+    asked: Instant,
+    interrupted: I,
+}
+
+impl<I: FnMut() -> bool> Visit<'_, I> {
+    fn failed(&self, source: StoreError) -> Error {
+        Error::Store { rank: self.forming.rank, source }
+    }
+
+    fn check(&self, keys: &[String]) -> Result<bool, Error> {
+        self.store.check(keys).map_err(|source| self.failed(source))
+    }
+
+    /// Waits for each rank's key; `false` if not all are there after `patience`.
+    fn all(&mut self, keys: &[String], patience: Option<Duration>) -> Result<bool, Error> {
+        let Forming { name, rank, size, timeout, .. } = *self.forming;
+        let since = Instant::now();
+        let mut pause = Duration::from_micros(200);
+        while !self.check(keys)? {
+            if self.start.elapsed() >= timeout {
+                let mut missing = Vec::new();
+                for other in 0..size {
+                    if !self.check(&keys[other as usize..=other as usize])? {
+                        missing.push(other);
+                    }
+                }
+                if missing.is_empty() {
+                    break;
+                }
+                return Err(Error::Missing {
+                    what: "forming the group",
+                    present: size as usize - missing.len(),
+                    missing,
+                    size,
+                    after_ms: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX),
+                    group: name.to_owned(),
+                    rank,
+                });
+            }
+            if patience.is_some_and(|patience| since.elapsed() >= patience) {
+                return Ok(false);
+            }
+            if self.asked.elapsed() > Duration::from_millis(50) {
+                self.asked = Instant::now();
+                if (self.interrupted)() {
+                    return Err(Error::Interrupted);
                 }
             }
-            if missing.is_empty() {
-                break;
-            }
-            return Err(Error::Missing {
-                what: "forming the group",
-                present: size as usize - missing.len(),
-                missing,
-                size,
-                after_ms: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX),
-                group: name.to_owned(),
-                rank,
-            });
+            std::thread::sleep(pause.min(timeout.saturating_sub(self.start.elapsed())).max(Duration::from_micros(50)));
+            pause = (pause * 3 / 2).min(Duration::from_millis(20));
         }
-        if asked.elapsed() > Duration::from_millis(50) {
-            asked = Instant::now();
-            if interrupted() {
-                return Err(Error::Interrupted);
-            }
-        }
-        std::thread::sleep(pause.min(timeout.saturating_sub(start.elapsed())).max(Duration::from_micros(50)));
-        pause = (pause * 3 / 2).min(Duration::from_millis(20));
+        Ok(true)
     }
-    let mut members = Vec::with_capacity(size as usize);
-    let mut found = None;
-    for (other, key) in keys.iter().enumerate() {
-        let text = store.get(key).map_err(failed)?;
-        let unreadable = |why: String| failed(StoreError { call: "get", key: key.clone(), why });
-        let record: Record = serde_json::from_slice(&text).map_err(|error| unreadable(error.to_string()))?;
-        let other = other as u32;
-        let disagree = |what, mine: String, theirs: String| {
-            Err(Error::Disagree { what, mine, theirs, other, group: name.to_owned(), rank })
+
+    /// The world that the records describe.
+    fn read(&self, keys: &[String]) -> Result<World, Error> {
+        let Forming { name, rank, size, address, .. } = *self.forming;
+        let mut members = Vec::with_capacity(size as usize);
+        let mut found = None;
+        for (other, key) in keys.iter().enumerate() {
+            let text = self.store.get(key).map_err(|source| self.failed(source))?;
+            let unreadable = |why: String| self.failed(StoreError { call: "get", key: key.clone(), why });
+            let record: Record = serde_json::from_slice(&text).map_err(|error| unreadable(error.to_string()))?;
+            let other = other as u32;
+            let disagree = |what, mine: String, theirs: String| {
+                Err(Error::Disagree { what, mine, theirs, other, group: name.to_owned(), rank })
+            };
+            if record.version != VERSION {
+                return disagree("record version", VERSION.to_string(), record.version.to_string());
+            }
+            if record.size != size {
+                return disagree("world size", size.to_string(), record.size.to_string());
+            }
+            if other == rank && record.address != *address {
+                // Somebody else published under this number.
+                return disagree("rank number", format!("{rank} here"), format!("{rank} on {}", record.address.name));
+            }
+            found = found.or(record.world);
+            members.push(record.address);
+        }
+        let Some((id, token)) = found else {
+            let why = "rank 0 named no world".to_owned();
+            return Err(self.failed(StoreError { call: "get", key: keys[0].clone(), why }));
         };
-        if record.version != VERSION {
-            return disagree("record version", VERSION.to_string(), record.version.to_string());
-        }
-        if record.size != size {
-            return disagree("world size", size.to_string(), record.size.to_string());
-        }
-        if other == rank && record.address != *address {
-            // Somebody else published under this number.
-            return disagree("rank number", format!("{rank} here"), format!("{rank} on {}", record.address.name));
-        }
-        found = found.or(record.world);
-        members.push(record.address);
+        Ok(World { id, token, members })
     }
-    let Some((id, token)) = found else {
-        return Err(failed(StoreError { call: "get", key: keys[0].clone(), why: "rank 0 named no world".into() }));
-    };
-    Ok(World { id, token, members })
+}
+
+impl World {
+    /// Tells apart worlds of the same rank 0 with other members: its id, and FNV-1a over the members' hubs.
+    fn digest(&self) -> String {
+        let hash = fnv(self.members.iter().flat_map(|member| member.hub.0.to_le_bytes()));
+        format!("{:032x}-{hash:016x}", self.id)
+    }
+}
+
+fn fnv(bytes: impl Iterator<Item = u8>) -> u64 {
+    bytes.fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
 /// The channel of a group within a world: FNV-1a over the world, the name and the epoch.
 pub fn channel(world: u128, name: &str, epoch: u64) -> u64 {
-    let mut hash = 0xcbf2_9ce4_8422_2325u64;
-    for byte in world.to_le_bytes().into_iter().chain(epoch.to_le_bytes()).chain(name.bytes()) {
-        hash = (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
-    }
-    hash
+    fnv(world.to_le_bytes().into_iter().chain(epoch.to_le_bytes()).chain(name.bytes()))
 }
 
 /// The current default world of the process, for groups made within it.
@@ -195,6 +262,48 @@ mod tests {
         });
         assert!(worlds.windows(2).all(|pair| pair[0] == pair[1]));
         assert_eq!(worlds[0].members.len(), 4);
+    }
+
+    /// The store holds what the first life of the job left there; the second life's ranks come one after another.
+    #[test]
+    fn restarted_job_takes_no_dead_member() {
+        let store = MemoryStore::default();
+        let life = |first: u32| -> Vec<World> {
+            std::thread::scope(|scope| {
+                let ranks: Vec<_> = (0..3)
+                    .map(|rank| {
+                        let store = &store;
+                        scope.spawn(move || {
+                            std::thread::sleep(Duration::from_millis(120 * u64::from(rank)));
+                            let address = address(first + rank);
+                            let timeout = Duration::from_secs(10);
+                            let forming = Forming { name: "g", epoch: 0, rank, size: 3, timeout, address: &address };
+                            form(store, &forming, || false).unwrap()
+                        })
+                    })
+                    .collect();
+                ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+            })
+        };
+        let (first, second) = (life(0), life(10));
+        assert!(second.windows(2).all(|pair| pair[0] == pair[1]));
+        assert_ne!(first[0].id, second[0].id);
+        assert_eq!(second[0].members, (10..13).map(address).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn successor_of_which_only_the_record_is_left_is_missing() {
+        let store = MemoryStore::default();
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| join(&store, 0, 2, 10_000).unwrap());
+            join(&store, 1, 2, 10_000).unwrap();
+            first.join().unwrap();
+        });
+        let address = address(10);
+        let timeout = Duration::from_millis(50);
+        let forming = Forming { name: "g", epoch: 0, rank: 0, size: 2, timeout, address: &address };
+        let error = form(&store, &forming, || false).unwrap_err();
+        assert!(matches!(&error, Error::Missing { missing, .. } if missing == &[1]), "{error}");
     }
 
     #[test]

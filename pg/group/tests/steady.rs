@@ -69,7 +69,7 @@ fn nothing_is_allocated_per_collective() {
                     }
                 };
                 // Queues and pools grow to what the worst interleaving so far needed; on a busy machine that takes a
-                // while. Then there must be a stretch that allocates nothing.
+                // while. Then there must be a stretch in which collectives allocate nothing.
                 let mut fewest = u64::MAX;
                 for _ in 0..8 {
                     together.wait();
@@ -80,7 +80,8 @@ fn nothing_is_allocated_per_collective() {
                     fewest = fewest.min(ALLOCATIONS.load(Ordering::SeqCst) - before);
                     together.wait();
                 }
-                assert_eq!(fewest, 0, "allocations in 2400 collectives");
+                // The watchdog, which looks twice a second, allocates a little; one per collective would be 2400.
+                assert!(fewest < 60, "{fewest} allocations in 2400 collectives");
                 group.shutdown();
                 runtime.stop();
             });

@@ -122,6 +122,8 @@ pub(crate) struct Endpoint {
     pub address: Option<Address>,
     /// Why nothing more can come from it or go to it.
     pub dead: Option<String>,
+    /// It is about to be: what it still had to say is being read.
+    pub ending: bool,
     pub out: Out,
     pub inbound: In,
     pub items: VecDeque<Item>,
@@ -148,6 +150,7 @@ impl Endpoint {
             id,
             address: None,
             dead: None,
+            ending: false,
             out: Out::Idle,
             inbound: In::None,
             items: VecDeque::new(),

@@ -7,9 +7,12 @@ mod channel;
 mod config;
 mod endpoint;
 mod engine;
+mod failing;
+mod message;
 mod net;
 mod play;
 mod pool;
+mod start;
 mod ticket;
 
 use std::sync::Arc;
@@ -40,10 +43,12 @@ use net::Net;
 use play::{Blocks, Unpack};
 use ticket::{Tickets, deadline};
 
-/// How long a waiter spins, with a core to itself, before it yields.
-const SPIN: Duration = Duration::from_micros(60);
-/// How long a waiter yields before it sleeps.
-const YIELD: Duration = Duration::from_micros(60);
+/// Looks with nothing but a pause between them, where every rank has a core to itself: a few microseconds, in which a
+/// peer that is at it too answers.
+const SPINS: u32 = 200;
+/// How long a waiter yields before it sleeps. It yields even where every rank should have a core: something else may run
+/// there, and then the peer that it waits for stands behind this very thread.
+const YIELD: Duration = Duration::from_micros(100);
 /// The longest sleep, so that deadlines and interrupts are noticed.
 const NAP: Duration = Duration::from_millis(50);
 
@@ -144,20 +149,13 @@ impl Patience {
     /// Waits a little; `false` when it is time to sleep.
     fn wait(&mut self) -> bool {
         self.looks += 1;
-        if self.spin && self.looks < 64 {
+        if self.spin && self.looks < SPINS {
             std::hint::spin_loop();
             return true;
         }
         let since = *self.since.get_or_insert_with(Instant::now);
-        let waited = since.elapsed();
-        if self.spin && waited < SPIN {
-            for _ in 0..16 {
-                std::hint::spin_loop();
-            }
-            return true;
-        }
         rustix::thread::sched_yield();
-        waited < if self.spin { SPIN + YIELD } else { YIELD }
+        since.elapsed() < YIELD
     }
 }
 
@@ -242,6 +240,7 @@ impl Hub {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let crowded = here > cores;
         self.with(|engine| {
+            engine.config.ring = engine.config.ring.min(ring_for(here));
             if engine.channels.contains_key(&spec.id) {
                 return Err(HubError::Duplicate { name: spec.name.clone() });
             }
@@ -310,6 +309,7 @@ impl Hub {
     /// Fails a group, on all its members.
     pub fn fail(&self, id: u64, failure: Failure) {
         if self.check_fork().is_ok() {
+            // Told from here: the process may end before another thread gets to it.
             self.with(|engine| {
                 engine.fail_channel(id, failure, true);
                 engine.drive();
@@ -741,9 +741,35 @@ impl Shared {
     }
 }
 
+/// The largest ring with which links to all ranks of a host stay within [`SHARED`].
+fn ring_for(ranks: usize) -> usize {
+    let share = (SHARED / ranks.max(1)).max(SMALLEST_RING);
+    1 << (usize::BITS - 1 - share.leading_zeros())
+}
+
+/// Shared memory a process may make for its links, in bytes; a control page per link comes on top.
+const SHARED: usize = 48 << 20;
+/// Below this a ring no longer holds a few eager messages.
+const SMALLEST_RING: usize = 64 << 10;
+
 /// This machine and its network namespace: where loopback and abstract sockets mean the same.
 fn machine() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let net = std::fs::read_link("/proc/self/ns/net").map(|path| path.display().to_string()).unwrap_or_default();
     format!("{}/{net}", boot.trim())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_to_a_crowded_host_stay_within_bounds() {
+        for ranks in 1..=700 {
+            let ring = ring_for(ranks);
+            assert!(ring.is_power_of_two() && ring >= SMALLEST_RING);
+            assert!(ring * (ranks - 1) <= 64 << 20, "{ranks} ranks of {ring} bytes");
+        }
+        assert!(ring_for(8) >= Config::default().ring);
+    }
 }

@@ -78,7 +78,10 @@ impl Net {
         let epoll = Guarded::new(epoll::create(CreateFlags::CLOEXEC).map_err(HubError::system("epoll_create"))?);
         let bell = new_bell().map_err(HubError::system("eventfd"))?;
         let local = Guarded::new(shm::listener(me).map_err(HubError::system("Unix socket"))?);
-        let (remote, port) = tcp::listener(port).map_err(HubError::system("TCP listener"))?;
+        let (remote, port) = tcp::listener(port).map_err(|errno| match port {
+            0 => HubError::system("TCP listener")(errno),
+            port => HubError::Port { port, source: errno.into() },
+        })?;
         let remote = Guarded::new(remote);
         let found = tcp::addresses().map_err(|source| HubError::System { what: "interface addresses", source })?;
         let watch = HubError::system("epoll_ctl");
@@ -155,8 +158,12 @@ impl Engine {
                     // Empty it; EAGAIN means that somebody else did.
                     let _ = rustix::io::read(&*self.net.bell, &mut count);
                 }
-                LOCAL => self.welcome_all(true),
-                REMOTE => self.welcome_all(false),
+                LOCAL => {
+                    self.welcome(true);
+                }
+                REMOTE => {
+                    self.welcome(false);
+                }
                 GUEST => self.guest(index),
                 OUT => self.out_event(index, flags),
                 IN => self.in_event(index, flags),
@@ -167,7 +174,8 @@ impl Engine {
         count > 0
     }
 
-    fn welcome_all(&mut self, local: bool) {
+    /// Accepts some connections; `true` if there may be more.
+    fn welcome(&mut self, local: bool) -> bool {
         for _ in 0..64 {
             let accepted = if local { shm::accept(&self.net.local) } else { tcp::accept(&self.net.remote) };
             match accepted {
@@ -181,10 +189,24 @@ impl Engine {
                     };
                     self.net.seat(guest);
                 }
-                Err(Errno::AGAIN) => return,
+                Err(Errno::AGAIN) => return false,
                 Err(_) => {}
             }
         }
+        true
+    }
+
+    /// Reads what a process had sent before it ended, which may be all that this one needs of it: a rank leaves when its
+    /// own part is done. Its connection may not even have been accepted yet.
+    pub fn hear_out(&mut self, endpoint: u32) {
+        if matches!(self.endpoints[endpoint as usize].inbound, In::None) {
+            while self.welcome(true) {}
+            while self.welcome(false) {}
+            for index in 0..self.net.guests.len() {
+                self.guest(index as u32);
+            }
+        }
+        while matches!(self.endpoints[endpoint as usize].inbound, In::Tcp { .. }) && self.read_tcp(endpoint) {}
     }
 
     /// Reads a guest's hello; lets it in, keeps it waiting, or turns it away.
@@ -383,7 +405,8 @@ impl Engine {
                 if flags.contains(EventFlags::OUT) {
                     out.blocked = false;
                 }
-                if flags.intersects(gone) {
+                // While the other direction is open it will tell, after all that was sent on it.
+                if flags.intersects(gone) && !matches!(peer.inbound, In::Tcp { .. }) {
                     self.lose(endpoint, "its connection ended".into());
                 }
             }
@@ -399,20 +422,22 @@ impl Engine {
                     self.lose(endpoint, "its process ended".into());
                 }
             }
-            In::Tcp { .. } => self.read_tcp(endpoint),
+            In::Tcp { .. } => {
+                self.read_tcp(endpoint);
+            }
             In::None => {}
         }
     }
 
-    /// Reads what a TCP link brought, up to a limit.
-    fn read_tcp(&mut self, endpoint: u32) {
+    /// Reads what a TCP link brought, up to a limit; `true` if there may be more.
+    fn read_tcp(&mut self, endpoint: u32) -> bool {
         let peer = &mut self.endpoints[endpoint as usize];
         peer.heard = Instant::now();
         // Taken out so that frames can be acted on while the buffer is read; put back below.
         let In::Tcp { socket, mut buffer, mut start, mut data } = std::mem::replace(&mut peer.inbound, In::None) else {
-            return;
+            return false;
         };
-        let mut ended = None;
+        let (mut ended, mut empty) = (None, false);
         let mut budget = READ_BURST;
         while budget > 0 && ended.is_none() {
             match self.understand(endpoint, &buffer, &mut start, &mut data) {
@@ -454,10 +479,14 @@ impl Engine {
             match got {
                 Ok(Some(0)) => ended = Some("its connection ended".to_owned()),
                 Ok(Some(bytes)) => budget = budget.saturating_sub(bytes),
-                Ok(None) => break,
+                Ok(None) => {
+                    empty = true;
+                    break;
+                }
                 Err(errno) => ended = Some(format!("connection lost: {errno}")),
             }
         }
+        let more = ended.is_none() && !empty;
         let peer = &mut self.endpoints[endpoint as usize];
         if peer.dead.is_none() {
             peer.inbound = In::Tcp { socket, buffer, start, data };
@@ -465,6 +494,7 @@ impl Engine {
         if let Some(why) = ended {
             self.lose(endpoint, why);
         }
+        more
     }
 
     /// Acts on the whole frames in `buffer` from `start` on, and on parts of streamed ones.
@@ -542,5 +572,82 @@ impl Engine {
             }
         }
         next
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::config::Config;
+    use super::super::endpoint::Item;
+    use super::*;
+    use crate::memory::SharedPool;
+
+    fn engine(host: &str) -> Engine {
+        let mut id = [0u8; 16];
+        getrandom::fill(&mut id).unwrap();
+        let me = HubId(u128::from_le_bytes(id));
+        let net = Net::new(me, host.into(), "machine".into(), host.into(), 0).unwrap();
+        let mut engine = Engine::new(Config::default(), net, SharedPool::default());
+        engine.trust([7; 16]);
+        engine
+    }
+
+    /// A process sends, and ends before its peer has so much as accepted its connection.
+    fn message_outlives_its_sender(hosts: [&str; 2]) {
+        const CHANNEL: u64 = 5;
+        let [mut sender, mut receiver] = hosts.map(engine);
+        let from = receiver.endpoint(sender.net.me);
+        receiver.endpoints[from as usize].address = Some(sender.net.address.clone());
+        let to = sender.endpoint(receiver.net.me);
+        sender.endpoints[to as usize].address = Some(receiver.net.address.clone());
+        let mut header = Header::new(Frame::Eager, CHANNEL);
+        header.len = 4;
+        sender.push_item(to, Item::Owned { header, bytes: (*b"last").into() });
+        let end = Instant::now() + Duration::from_secs(5);
+        while sender.endpoints[to as usize].has_output() {
+            sender.drive();
+            sender.poll_sockets();
+            assert!(Instant::now() < end);
+        }
+        drop(sender);
+        receiver.lose(from, "its process ended".into());
+        assert!(receiver.endpoints[from as usize].dead.is_some());
+        assert_eq!(receiver.orphans.get(&CHANNEL).map(Vec::len), Some(1));
+    }
+
+    #[test]
+    fn addresses_that_nobody_answers_at_are_passed_over() {
+        let [mut caller, mut called] = ["a", "b"].map(engine);
+        let unused = tcp::listener(0).unwrap().1;
+        let to = caller.endpoint(called.net.me);
+        let mut address = called.net.address.clone();
+        address.tcp.retain(|tcp| tcp.ip().is_loopback());
+        address.tcp.insert(0, ([127, 0, 0, 2], unused).into());
+        caller.endpoints[to as usize].address = Some(address);
+        caller.push_item(to, Item::Bare(Header::new(Frame::Ping, 0)));
+        let end = Instant::now() + Duration::from_secs(5);
+        while called.net.tcp_links == 0 {
+            caller.drive();
+            caller.poll_sockets();
+            called.poll_sockets();
+            assert!(Instant::now() < end);
+        }
+    }
+
+    #[test]
+    fn taken_port_is_named() {
+        let (_taken, port) = tcp::listener(0).unwrap();
+        let net = Net::new(HubId(1), "a".into(), "machine".into(), "a".into(), port);
+        assert!(net.is_err_and(|error| error.to_string().contains(&port.to_string())));
+    }
+
+    #[test]
+    fn message_outlives_its_sender_in_shared_memory() {
+        message_outlives_its_sender(["a", "a"]);
+    }
+
+    #[test]
+    fn message_outlives_its_sender_over_tcp() {
+        message_outlives_its_sender(["a", "b"]);
     }
 }

@@ -1,0 +1,500 @@
+//! Messages: what comes, what it is for, and what goes out for an operation.
+
+use podring_collective::DType;
+use slotmap::{Key, KeyData};
+
+use super::channel::{Body, Early, EarlyDirect};
+use super::endpoint::{In, Item, OpKey, Out, RecvKey, SendKey, Stream};
+use super::engine::{Engine, MatchKey, Orphan, Receiving, STEP, Sending, Stage};
+use crate::error::Failure;
+use crate::link::shm;
+use crate::wire::{Frame, Header, POINT_TO_POINT};
+
+impl Engine {
+    /// Reads frames from an endpoint's ring.
+    pub fn read_ring(&mut self, endpoint: u32, burst: usize) -> bool {
+        let mut moved = false;
+        for _ in 0..burst {
+            let In::Shm { reader, .. } = &mut self.endpoints[endpoint as usize].inbound else { return moved };
+            let (header, first, second) = match reader.peek() {
+                Ok(Some(slot)) => (slot.header, std::ptr::from_ref(slot.first), std::ptr::from_ref(slot.second)),
+                Ok(None) => break,
+                Err(error) => {
+                    self.endpoints[endpoint as usize].inbound = In::None;
+                    self.lose(endpoint, format!("corrupt shared memory: {error}"));
+                    return true;
+                }
+            };
+            moved = true;
+            // SAFETY: the pieces stay untouched until `pop`, and the mapping lives as long as the endpoint's inbound,
+            // which `handle` may drop only by losing the endpoint, after which the pieces are not used again.
+            unsafe { self.handle(endpoint, &header, &*first, &*second) };
+            let In::Shm { reader, bell, .. } = &mut self.endpoints[endpoint as usize].inbound else { return true };
+            reader.pop(header.len as usize);
+            if reader.writer_sleeps() {
+                super::endpoint::ring(bell);
+            }
+        }
+        moved
+    }
+
+    /// Acts on a frame whose payload is at hand, in two pieces.
+    pub fn handle(&mut self, endpoint: u32, header: &Header, first: &[u8], second: &[u8]) {
+        match header.frame {
+            Frame::Eager => self.message(endpoint, header, Some((first, second))),
+            Frame::Ready => self.message(endpoint, header, None),
+            Frame::Data => {
+                self.data(endpoint, header.cookie, first);
+                self.data(endpoint, header.cookie, second);
+            }
+            Frame::Clear => {
+                let send = SendKey::from(KeyData::from_ffi(header.cookie));
+                if let Some(sending) = self.sends.get(send)
+                    && sending.endpoint == endpoint
+                {
+                    let stream = Stream {
+                        send,
+                        data: sending.data,
+                        len: sending.len,
+                        offset: 0,
+                        slot: header.addr,
+                        channel: header.channel,
+                    };
+                    self.endpoints[endpoint as usize].streams.push_back(stream);
+                    self.mark_dirty(endpoint);
+                }
+            }
+            Frame::Ack => {
+                let send = SendKey::from(KeyData::from_ffi(header.cookie));
+                if self.sends.get(send).is_some_and(|sending| sending.endpoint == endpoint) {
+                    self.send_done(send);
+                }
+            }
+            Frame::Announce => {
+                if let Some(rank) = self.rank_in(header.channel, endpoint) {
+                    self.check(header.channel, rank, header.seq, header.fingerprint);
+                } else {
+                    self.orphan(endpoint, header, Body::Bytes { buffer: None, len: 0 });
+                }
+            }
+            Frame::Abort => {
+                let text = [first, second].concat();
+                let failure = serde_json::from_slice(&text)
+                    .unwrap_or_else(|_| Failure::Aborted { by: None, why: "a peer's unreadable report".into() });
+                if self.channels.contains_key(&header.channel) {
+                    self.fail_channel(header.channel, failure, false);
+                }
+            }
+            Frame::Ledger => {
+                if let Some(rank) = self.rank_in(header.channel, endpoint)
+                    && let Some(channel) = self.channels.get_mut(&header.channel)
+                    && let Some(inquest) = &mut channel.inquest
+                    && inquest.seq == header.seq
+                {
+                    let text = [first, second].concat();
+                    inquest.rows[rank as usize] = Some(String::from_utf8_lossy(&text).into_owned());
+                }
+            }
+            Frame::Ping => {}
+            Frame::Bye => {
+                if let Some(rank) = self.rank_in(header.channel, endpoint) {
+                    if let Some(channel) = self.channels.get_mut(&header.channel) {
+                        channel.left[rank as usize] = true;
+                    }
+                    self.rank_gone(header.channel, rank, "it destroyed the group");
+                } else {
+                    self.orphan(endpoint, header, Body::Bytes { buffer: None, len: 0 });
+                }
+            }
+        }
+    }
+
+    pub fn rank_in(&self, channel: u64, endpoint: u32) -> Option<u32> {
+        self.channels.get(&channel)?.rank_of.get(&endpoint).copied()
+    }
+
+    pub fn orphan(&mut self, endpoint: u32, header: &Header, body: Body) {
+        if self.closed.contains(&header.channel) || self.channels.contains_key(&header.channel) {
+            self.refuse(endpoint, header.channel, &body);
+            return;
+        }
+        self.orphans.entry(header.channel).or_default().push(Orphan { endpoint, header: *header, body });
+    }
+
+    /// Lets the sender of an offered message have its memory back unread, and forgets an early one.
+    pub fn refuse(&mut self, endpoint: u32, channel: u64, body: &Body) {
+        if let Body::Ready { cookie, .. } = body {
+            self.ack(endpoint, channel, *cookie);
+        }
+    }
+
+    pub fn ack(&mut self, endpoint: u32, channel: u64, cookie: u64) {
+        let mut header = Header::new(Frame::Ack, channel);
+        header.cookie = cookie;
+        if !self.endpoints[endpoint as usize].try_eager(&header, std::ptr::null(), 0) {
+            self.push_item(endpoint, Item::Bare(header));
+        }
+    }
+
+    /// A message or the offer of one has come.
+    pub fn message(&mut self, endpoint: u32, header: &Header, payload: Option<(&[u8], &[u8])>) {
+        let Some(rank) = self.rank_in(header.channel, endpoint) else {
+            let body = self.keep_body(header, payload);
+            self.orphan(endpoint, header, body);
+            return;
+        };
+        if header.flags & POINT_TO_POINT != 0 {
+            let Some(channel) = self.channels.get_mut(&header.channel) else { return };
+            if channel.failed.is_some() {
+                if payload.is_none() {
+                    self.ack(endpoint, header.channel, header.cookie);
+                }
+                return;
+            }
+            let wanted = channel
+                .posted
+                .iter()
+                .position(|posted| posted.tag == header.key && posted.from.is_none_or(|from| from == rank));
+            match wanted {
+                Some(index) => {
+                    let posted = channel.posted.remove(index);
+                    self.deliver_direct(posted.recv, endpoint, rank, header, payload);
+                }
+                None => {
+                    let body = self.keep_body(header, payload);
+                    let early = Early { fingerprint: header.fingerprint, total: header.total, body };
+                    if let Some(channel) = self.channels.get_mut(&header.channel) {
+                        channel.early.push_back(EarlyDirect { from: rank, tag: header.key, early });
+                    }
+                }
+            }
+            return;
+        }
+        if !self.check(header.channel, rank, header.seq, header.fingerprint) {
+            if payload.is_none() {
+                self.ack(endpoint, header.channel, header.cookie);
+            }
+            return;
+        }
+        let key = MatchKey { endpoint, channel: header.channel, seq: header.seq, key: header.key };
+        match self.expected.remove(&key) {
+            Some(recv) => self.deliver(recv, endpoint, header, payload),
+            None => {
+                let body = self.keep_body(header, payload);
+                self.unexpected.insert(key, Early { fingerprint: header.fingerprint, total: header.total, body });
+            }
+        }
+    }
+
+    pub fn keep_body(&mut self, header: &Header, payload: Option<(&[u8], &[u8])>) -> Body {
+        match payload {
+            Some((first, second)) if !first.is_empty() => {
+                let len = first.len() + second.len();
+                let buffer = self.memory.take(len);
+                // SAFETY: the buffer has at least `len` bytes.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(first.as_ptr(), buffer.as_ptr(), first.len());
+                    std::ptr::copy_nonoverlapping(second.as_ptr(), buffer.as_ptr().add(first.len()), second.len());
+                }
+                Body::Bytes { buffer: Some(buffer), len }
+            }
+            Some(_) => Body::Bytes { buffer: None, len: 0 },
+            None => Body::Ready { addr: header.addr, cookie: header.cookie },
+        }
+    }
+
+    /// Compares what a rank called with what this one called or will call. `false` if they differ.
+    pub fn check(&mut self, id: u64, rank: u32, seq: u64, fingerprint: u64) -> bool {
+        let Some(channel) = self.channels.get_mut(&id) else { return false };
+        if channel.failed.is_some() {
+            return false;
+        }
+        if seq >= channel.started {
+            let heard = channel.heard.entry(seq).or_default();
+            if !heard.contains(&(rank, fingerprint)) {
+                heard.push((rank, fingerprint));
+            }
+            return true;
+        }
+        match channel.fingerprint(seq) {
+            Some(mine) if mine != fingerprint => {
+                self.mismatch(id, seq, format!("rank {rank} differs from this one"));
+                false
+            }
+            _ => true,
+        }
+    }
+
+    pub fn mismatch(&mut self, id: u64, seq: u64, what: String) {
+        let Some(channel) = self.channels.get(&id) else { return };
+        let what = what.replace("this one", &format!("rank {}", channel.me));
+        self.fail_channel(id, Failure::Mismatch { seq, what, ledger: Vec::new() }, true);
+    }
+
+    pub fn deliver_direct(
+        &mut self,
+        recv: RecvKey,
+        endpoint: u32,
+        rank: u32,
+        header: &Header,
+        payload: Option<(&[u8], &[u8])>,
+    ) {
+        if let Some(receiving) = self.recvs.get_mut(recv) {
+            receiving.endpoint = endpoint;
+            let op = receiving.op;
+            if let Some(op) = self.ops.get(op) {
+                op.ticket.set_source(rank);
+                if op.fingerprint != header.fingerprint {
+                    let (channel, seq) = (op.channel, op.seq);
+                    let what = other_dtype(rank, header.fingerprint, op.fingerprint);
+                    if payload.is_none() {
+                        self.ack(endpoint, header.channel, header.cookie);
+                    }
+                    self.mismatch(channel, seq, what);
+                    return;
+                }
+            }
+        }
+        self.deliver(recv, endpoint, header, payload);
+    }
+
+    pub fn deliver(&mut self, recv: RecvKey, endpoint: u32, header: &Header, payload: Option<(&[u8], &[u8])>) {
+        match payload {
+            None => self.deliver_ready(recv, endpoint, header.total, header.addr, header.cookie),
+            Some((first, second)) => {
+                let Some(receiving) = self.recvs.get(recv) else { return };
+                if header.total != receiving.len as u64 || first.len() + second.len() != receiving.len {
+                    self.wrong_length(recv, endpoint, header.total);
+                    return;
+                }
+                let (op, lane) = (receiving.op, receiving.lane);
+                // SAFETY: the receive's memory has exactly that many bytes.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(first.as_ptr(), receiving.data, first.len());
+                    std::ptr::copy_nonoverlapping(second.as_ptr(), receiving.data.add(first.len()), second.len());
+                }
+                self.recvs.remove(recv);
+                self.message_done(op, lane);
+            }
+        }
+    }
+
+    pub fn deliver_ready(&mut self, recv: RecvKey, endpoint: u32, total: u64, addr: u64, cookie: u64) {
+        let Some(receiving) = self.recvs.get_mut(recv) else { return };
+        let op = receiving.op;
+        if total != receiving.len as u64 {
+            let channel = self.ops.get(op).map_or(0, |op| op.channel);
+            self.ack(endpoint, channel, cookie);
+            self.wrong_length(recv, endpoint, total);
+            return;
+        }
+        if let Some(how) = self.endpoints[endpoint as usize].dead.clone() {
+            // What it offered is gone with it.
+            let id = self.ops.get(op).map_or(0, |op| op.channel);
+            if let Some(rank) = self.rank_in(id, endpoint) {
+                let failure = self.lost(id, rank, how, Some(op));
+                self.fail_channel(id, failure, true);
+            }
+            return;
+        }
+        if self.config.cma && self.endpoints[endpoint as usize].readable.is_some() {
+            receiving.stage = Stage::Pulling { addr, cookie };
+            self.pulls.push_back(recv);
+            return;
+        }
+        receiving.stage = Stage::Streaming;
+        let channel = self.ops.get(op).map_or(0, |op| op.channel);
+        let mut header = Header::new(Frame::Clear, channel);
+        header.cookie = cookie;
+        header.addr = recv.data().as_ffi();
+        self.push_item(endpoint, Item::Bare(header));
+    }
+
+    pub fn wrong_length(&mut self, recv: RecvKey, endpoint: u32, total: u64) {
+        let Some(receiving) = self.recvs.get(recv) else { return };
+        let (len, op) = (receiving.len, receiving.op);
+        if let Some(op) = self.ops.get(op) {
+            let (id, seq, kind) = (op.channel, op.seq, op.kind);
+            let rank = self.rank_in(id, endpoint).unwrap_or(u32::MAX);
+            let what = format!("{}: rank {rank} sends {total} bytes where this one expects {len}", kind.name());
+            self.mismatch(id, seq, what);
+        }
+    }
+
+    /// The next bytes of a streamed message.
+    pub fn data(&mut self, endpoint: u32, slot: u64, bytes: &[u8]) {
+        if let Some((into, room)) = self.window(endpoint, slot) {
+            let len = bytes.len().min(room);
+            // SAFETY: the window is the receive's memory, `room` bytes long.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), into, len) };
+            self.filled(slot, len);
+        }
+    }
+
+    /// Where the next bytes of a streamed message go, and how many are missing. `None`: nobody wants them.
+    pub fn window(&mut self, endpoint: u32, slot: u64) -> Option<(*mut u8, usize)> {
+        let receiving = self.recvs.get(RecvKey::from(KeyData::from_ffi(slot)))?;
+        if receiving.endpoint != endpoint || receiving.stage != Stage::Streaming {
+            return None;
+        }
+        // SAFETY: `got` is at most `len`.
+        Some((unsafe { receiving.data.add(receiving.got) }, receiving.len - receiving.got))
+    }
+
+    /// Bytes were put into a window.
+    pub fn filled(&mut self, slot: u64, bytes: usize) {
+        let recv = RecvKey::from(KeyData::from_ffi(slot));
+        if let Some(receiving) = self.recvs.get_mut(recv) {
+            receiving.got += bytes;
+            if receiving.got == receiving.len {
+                let (op, lane) = (receiving.op, receiving.lane);
+                self.recvs.remove(recv);
+                self.message_done(op, lane);
+            }
+        }
+    }
+
+    /// Reads a piece of a peer's memory.
+    pub fn pull(&mut self) -> bool {
+        let Some(recv) = self.pulls.pop_front() else { return false };
+        let Some(receiving) = self.recvs.get_mut(recv) else { return true };
+        let Stage::Pulling { addr, cookie } = receiving.stage else { return true };
+        let endpoint = receiving.endpoint;
+        let Some(pid) = self.endpoints[endpoint as usize].readable else { return true };
+        let piece = (receiving.len - receiving.got).min(STEP);
+        // SAFETY: the receive's memory from `got` on has that many bytes.
+        let got =
+            unsafe { shm::read_memory(pid, addr + receiving.got as u64, receiving.data.add(receiving.got), piece) };
+        let (op, lane) = (receiving.op, receiving.lane);
+        match got {
+            Ok(bytes) if bytes > 0 || piece == 0 => {
+                receiving.got += bytes;
+                if receiving.got < receiving.len {
+                    self.pulls.push_back(recv);
+                    return true;
+                }
+                self.recvs.remove(recv);
+                let channel = self.ops.get(op).map_or(0, |op| op.channel);
+                self.ack(endpoint, channel, cookie);
+                self.message_done(op, lane);
+            }
+            Err(rustix::io::Errno::PERM) => {
+                // Permission was there when the link opened and is gone: have it sent from now on.
+                self.endpoints[endpoint as usize].readable = None;
+                let (total, got) = (receiving.len as u64, receiving.got);
+                if got == 0 {
+                    self.deliver_ready(recv, endpoint, total, addr, cookie);
+                } else {
+                    self.lose(endpoint, "its memory may no longer be read".into());
+                }
+            }
+            Ok(_) | Err(rustix::io::Errno::SRCH) => self.lose(endpoint, "its process ended".into()),
+            Err(errno) => self.lose(endpoint, format!("its memory can't be read: {errno}")),
+        }
+        true
+    }
+
+    /// Offers or sends a message. `true` if its memory is free again already.
+    pub fn send(
+        &mut self,
+        op: OpKey,
+        lane: u32,
+        endpoint: u32,
+        mut header: Header,
+        data: *const u8,
+        len: usize,
+    ) -> bool {
+        header.total = len as u64;
+        let peer = &mut self.endpoints[endpoint as usize];
+        let limit = match peer.out {
+            Out::Tcp(_) | Out::Dialing { .. } => self.config.eager_tcp,
+            _ => self.config.eager_shm,
+        };
+        if len <= limit {
+            header.frame = Frame::Eager;
+            header.len = len as u32;
+            if peer.try_eager(&header, data, len) {
+                return true;
+            }
+            let send = self.sends.insert(Sending { op, lane, endpoint, data, len });
+            self.push_item(endpoint, Item::Eager { header, data, send });
+            return false;
+        }
+        let send = self.sends.insert(Sending { op, lane, endpoint, data, len });
+        header.frame = Frame::Ready;
+        header.addr = data as u64;
+        header.cookie = send.data().as_ffi();
+        if !self.endpoints[endpoint as usize].try_eager(&header, std::ptr::null(), 0) {
+            self.push_item(endpoint, Item::Bare(header));
+        }
+        false
+    }
+
+    /// Whether a whole message is here already.
+    pub fn came(&self, key: &MatchKey) -> bool {
+        matches!(self.unexpected.get(key), Some(Early { body: Body::Bytes { .. }, .. }))
+    }
+
+    /// Waits for a message. `true` if it is here already.
+    pub fn receive(&mut self, op: OpKey, lane: u32, key: MatchKey, data: *mut u8, len: usize) -> bool {
+        let endpoint = key.endpoint;
+        let recv = |stage| Receiving { op, lane, endpoint, data, len, got: 0, stage };
+        if !self.unexpected.is_empty()
+            && let Some(early) = self.unexpected.remove(&key)
+        {
+            let slot = self.recvs.insert(recv(Stage::Waiting(key)));
+            return self.deliver_early(slot, endpoint, early);
+        }
+        let slot = self.recvs.insert(recv(Stage::Waiting(key)));
+        self.expected.insert(key, slot);
+        false
+    }
+
+    /// Completes a receive from what came before. `true` if that was all; the operation is then not told.
+    pub fn deliver_early(&mut self, recv: RecvKey, endpoint: u32, early: Early) -> bool {
+        match early.body {
+            Body::Ready { addr, cookie } => {
+                self.deliver_ready(recv, endpoint, early.total, addr, cookie);
+                false
+            }
+            Body::Bytes { buffer, len } => {
+                let Some(receiving) = self.recvs.get(recv) else { return false };
+                if len != receiving.len {
+                    self.wrong_length(recv, endpoint, len as u64);
+                    return false;
+                }
+                if let Some(buffer) = buffer {
+                    // SAFETY: both have `len` bytes.
+                    unsafe { std::ptr::copy_nonoverlapping(buffer.as_ptr(), receiving.data, len) };
+                    self.memory.give(buffer);
+                }
+                self.recvs.remove(recv);
+                true
+            }
+        }
+    }
+
+    pub fn message_done(&mut self, op: OpKey, lane: u32) {
+        let Some(state) = self.ops.get_mut(op) else { return };
+        if state.failed {
+            if !self.sends.values().any(|sending| sending.op == op) {
+                self.retire(op);
+            }
+            return;
+        }
+        if lane == super::play::DIRECT {
+            self.finish(op);
+        } else if state.message_done(lane) {
+            self.ready.push_back((op, lane));
+        }
+    }
+}
+
+/// What to say of a point-to-point message whose fingerprint, its dtype's code plus one, isn't the receive's.
+pub(super) fn other_dtype(rank: u32, theirs: u64, ours: u64) -> String {
+    let name = |fingerprint: u64| {
+        let code = fingerprint.checked_sub(1).and_then(|code| u8::try_from(code).ok());
+        code.and_then(DType::from_code).map_or("nothing", DType::name)
+    };
+    format!("recv: rank {rank} sends {} where this one expects {}", name(theirs), name(ours))
+}
