@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "core.hpp"
+#include "lazy.hpp"
 #include "store.hpp"
 
 namespace podring {

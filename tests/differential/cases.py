@@ -219,8 +219,6 @@ class Player:
         self.played = Played(case, group)
         lazy = case.dtype.is_complex and case.op in AS_REAL
         self.layouts = ["strided" if lazy and layout in ("conj", "neg") else layout for layout in case.layouts]
-        # torch's dispatcher hands over a copy of an output with lazy bits.
-        self.layouts[1] = "strided" if self.layouts[1] in ("conj", "neg") else self.layouts[1]
         self.kwargs: dict[str, Any] = {"group": group.handle, "async_op": case.is_async}
 
     def values(self, source: int, block: int = 0, shape: Shape | None = None) -> Tensor:

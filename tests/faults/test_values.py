@@ -165,6 +165,24 @@ def test_complex_numbers() -> None:
     assert run(body, 2) == [want] * 2
 
 
+def test_lazy_bits() -> None:
+    """Outputs that are lazily conjugated or negated views: torch's dispatcher would give a backend copies of them, and
+    the results would be lost with no error."""
+
+    def body() -> list[Any]:
+        rank = dist.get_rank()
+        negated = torch._neg_view(torch.full((2,), -1.0 - rank))
+        dist.all_reduce(negated)
+        taken = torch._neg_view(torch.zeros(2)) if rank else torch.full((2,), 5.0)
+        dist.broadcast(taken, 0)
+        conjugated = torch.tensor([1 - 2j, 3j]).conj()
+        group_all_reduce(conjugated, Op.SUM)
+        assert conjugated.is_conj() and negated.is_neg()
+        return [negated.tolist(), taken.tolist(), conjugated.tolist()]
+
+    assert run(body, 2) == [[[3.0, 3.0], [5.0, 5.0], [2 + 4j, -6j]]] * 2
+
+
 def test_what_a_dtype_has_not_is_a_named_error() -> None:
     """The message names reduction and dtype, and the group goes on."""
 
