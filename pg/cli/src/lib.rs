@@ -1,6 +1,7 @@
 //! The `podring` command line, as a library so that the Python console script and the native binary share it.
 
 mod bench;
+mod compile;
 mod coordinator;
 mod doctor;
 mod python;
@@ -23,6 +24,7 @@ struct Cli {
 enum Command {
     Bench(bench::Args),
     Coordinator(coordinator::Args),
+    Compile(compile::Args),
     Doctor(doctor::Args),
     Topo(topo::Topo),
 }
@@ -39,6 +41,7 @@ where
         Ok(Cli { command: Some(command) }) => match command {
             Command::Bench(args) => exit_code(bench::run(args)),
             Command::Coordinator(args) => exit_code(coordinator::run(args)),
+            Command::Compile(args) => exit_code(compile::run(args)),
             Command::Doctor(args) => exit_code(doctor::run(args)),
             Command::Topo(topo) => topo.run(),
         },

@@ -1,6 +1,6 @@
 //! `podring topo`: a slice, its devices, meshes over it and what collectives take there.
 
-mod args;
+pub(crate) mod args;
 mod json;
 mod png;
 mod text;

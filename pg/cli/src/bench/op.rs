@@ -6,7 +6,7 @@ use podring_collective::{DType, Reduction};
 /// An operation, by the name it has in `torch.distributed`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
-pub(super) enum Op {
+pub(crate) enum Op {
     AllReduce,
     AllGather,
     ReduceScatter,
@@ -21,7 +21,7 @@ pub(super) enum Op {
 }
 
 impl Op {
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Op::AllReduce => "all_reduce",
             Op::AllGather => "all_gather",
@@ -36,7 +36,7 @@ impl Op {
         }
     }
 
-    pub(super) fn reduces(self) -> bool {
+    pub(crate) fn reduces(self) -> bool {
         matches!(self, Op::AllReduce | Op::Reduce | Op::ReduceScatter)
     }
 
@@ -47,7 +47,7 @@ impl Op {
 
     /// Elements of the whole buffer (nccl-tests' `size`, over the element's) for `bytes` asked: rounded up to whole
     /// elements, and to as many on every rank where there is a block per rank.
-    pub(super) fn count(self, bytes: u64, dtype: DType, ranks: u32) -> u64 {
+    pub(crate) fn count(self, bytes: u64, dtype: DType, ranks: u32) -> u64 {
         let unit = if self.has_blocks() { u64::from(ranks) } else { 1 };
         match self {
             Op::Barrier => 0,
@@ -59,7 +59,7 @@ impl Op {
     ///
     /// nccl-tests' doc/PERFORMANCE.md, and `*GetBw` in its src/ for gather, scatter and sendrecv, which the page does
     /// not list: all_reduce 2(n-1)/n; all_gather, reduce_scatter, all_to_all, gather, scatter (n-1)/n; others 1.
-    pub(super) fn bus_factor(self, ranks: u32) -> f64 {
+    pub(crate) fn bus_factor(self, ranks: u32) -> f64 {
         let n = f64::from(ranks);
         match self {
             Op::AllReduce => 2.0 * (n - 1.0) / n,
@@ -70,13 +70,13 @@ impl Op {
 }
 
 /// Element types that can be checked: complex ones and those that are only carried are left out.
-pub(super) fn dtypes() -> impl Iterator<Item = DType> {
+pub(crate) fn dtypes() -> impl Iterator<Item = DType> {
     let narrow = |dtype: &DType| matches!(dtype, DType::U16 | DType::U32 | DType::U64);
     DType::ALL.iter().copied().filter(move |dtype| !dtype.is_complex() && !dtype.is_moved_only() && !narrow(dtype))
 }
 
 /// An element type by torch's name or nccl-tests'.
-pub(super) fn parse_dtype(text: &str) -> Result<DType, String> {
+pub(crate) fn parse_dtype(text: &str) -> Result<DType, String> {
     let name = match text.to_ascii_lowercase().as_str() {
         "float" | "f32" | "fp32" => "float32".to_owned(),
         "double" | "f64" | "fp64" => "float64".to_owned(),
@@ -93,7 +93,7 @@ pub(super) fn parse_dtype(text: &str) -> Result<DType, String> {
 }
 
 /// A reduction by c10d's name, any case. PREMUL_SUM multiplies by one half.
-pub(super) fn parse_redop(text: &str) -> Result<Reduction, String> {
+pub(crate) fn parse_redop(text: &str) -> Result<Reduction, String> {
     let wanted = text.to_ascii_uppercase();
     let wanted = if wanted == "PROD" { "PRODUCT" } else { &wanted };
     let all = || (0..=8).filter_map(|code| Reduction::from_code(code, 0.5));

@@ -23,7 +23,7 @@ pub(super) fn triple(text: &str) -> Result<Triple, String> {
 }
 
 /// Parses `4096`, `64MiB`, `1GB`.
-pub(super) fn bytes(text: &str) -> Result<u64, String> {
+pub(crate) fn bytes(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);

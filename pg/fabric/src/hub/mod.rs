@@ -48,7 +48,7 @@ use ticket::{Tickets, deadline};
 const SPINS: u32 = 200;
 /// How long a waiter yields before it sleeps. It yields even where every rank should have a core: something else may run
 /// there, and then the peer that it waits for stands behind this very thread.
-const YIELD: Duration = Duration::from_micros(100);
+const YIELD: Duration = Duration::from_micros(300);
 /// The longest sleep, so that deadlines and interrupts are noticed.
 const NAP: Duration = Duration::from_millis(50);
 

@@ -1,0 +1,163 @@
+//! What is to be compiled: from arguments to a program and its devices.
+
+use podring_ici::{
+    program::{self, Backend, PartSpec, Program, Spec},
+    slice::{Callers, How, Launch, plan},
+};
+use podring_topology::{Slice, SliceOptions, cost, parse_with};
+
+use super::{Args, CompileError};
+use crate::bench::op::Op;
+
+/// A program for a slice.
+pub(super) struct Job {
+    pub slice: Slice,
+    pub op: Op,
+    /// The group in question: the first of those that run.
+    pub ranks: Vec<u32>,
+    pub how: &'static str,
+    pub why: &'static str,
+    pub launch: Launch,
+    pub program: Program,
+    /// Bytes of the whole buffer of a rank, rounded up to whole elements on every rank.
+    pub bytes: u64,
+    pub predicted_us: f64,
+}
+
+impl Job {
+    pub fn of(args: &Args) -> Result<Job, CompileError> {
+        let slice = parse_with(args.slice.as_deref().unwrap_or_default(), &SliceOptions::default())?;
+        let op = args.op.unwrap_or(Op::AllReduce);
+        let groups = groups(&slice, &args.group)?;
+        let callers = if args.alone { Callers::Members } else { Callers::Everybody };
+        let planned = plan(&slice, &groups, callers)?;
+        let (how, launch) = launch(planned.how, planned.why)?;
+        let ranks = groups.into_iter().next().unwrap_or_default();
+        let members = ranks.len() as u32;
+        let count = op.count(args.bytes, args.dtype, members);
+        let whole = matches!(op, Op::AllReduce | Op::Broadcast | Op::Reduce | Op::SendRecv | Op::Barrier);
+        let elements = if whole { count } else { count / u64::from(members) } as usize;
+        let reduction = op.reduces().then_some(args.redop);
+        let spec = Spec {
+            op: program_op(op, members),
+            parts: vec![PartSpec { dtype: args.dtype, reduction, elements }],
+            groups: launch.groups.clone(),
+            backend: Backend::Tpu,
+            exact: args.exact,
+            donate: false,
+        };
+        let program = program::build(&spec)?;
+        let bytes = count * args.dtype.size() as u64;
+        let predicted_us = cost::predict(&slice, &ranks, collective(op), bytes)?.total_us();
+        Ok(Job { slice, op, ranks, how, why: planned.why, launch, program, bytes, predicted_us })
+    }
+
+    /// libtpu's name of the slice, without the number of slices, which is an option of its own.
+    pub fn topology(&self) -> String {
+        self.slice.to_string().split('*').next().unwrap_or_default().to_owned()
+    }
+}
+
+/// The one program of a way, and the way's name.
+fn launch(how: How, why: &'static str) -> Result<(&'static str, Launch), CompileError> {
+    match how {
+        How::Whole(launch) => Ok(("whole", launch)),
+        How::Cover { launch, .. } => Ok(("cover", launch)),
+        How::Members { launch, .. } => Ok(("members", launch)),
+        How::AcrossSlices { inside: Some(inside), .. } => {
+            let (_, launch) = self::launch(*inside, why)?;
+            Ok(("inside each slice", launch))
+        }
+        How::AcrossSlices { inside: None, .. } | How::Steps(_) | How::Host => Err(CompileError::NoProgram { why }),
+    }
+}
+
+fn groups(slice: &Slice, text: &str) -> Result<Vec<Vec<u32>>, CompileError> {
+    let wrong = || CompileError::Group { got: text.to_owned() };
+    if text == "all" {
+        return Ok(vec![(0..slice.devices()).collect()]);
+    }
+    if let Some(axis) = text.strip_prefix("axis:") {
+        let index = ["x", "y", "z"].iter().position(|name| *name == axis).ok_or_else(wrong)?;
+        return lines(slice, index);
+    }
+    let ranks: Result<Vec<u32>, CompileError> =
+        text.split(',').map(|part| part.trim().parse().map_err(|_| wrong())).collect();
+    Ok(vec![ranks?])
+}
+
+/// Every line along an axis, ordered by coordinate; the devices of a chip are in lines of their own.
+fn lines(slice: &Slice, axis: usize) -> Result<Vec<Vec<u32>>, CompileError> {
+    if slice.dims()[axis] < 2 {
+        return Err(CompileError::Axis { slice: slice.to_string(), axis: ['x', 'y', 'z'][axis] });
+    }
+    let mut lines = std::collections::BTreeMap::<_, Vec<(u32, u32)>>::new();
+    for rank in 0..slice.devices() {
+        if let Some(device) = slice.device(rank) {
+            let mut place = device.coords;
+            place[axis] = 0;
+            lines.entry((device.slice, place, device.core)).or_default().push((device.coords[axis], rank));
+        }
+    }
+    Ok(lines
+        .into_values()
+        .map(|mut line| {
+            line.sort_unstable();
+            line.into_iter().map(|(_, rank)| rank).collect()
+        })
+        .collect())
+}
+
+fn program_op(op: Op, members: u32) -> program::Op {
+    match op {
+        Op::AllReduce | Op::Reduce => program::Op::AllReduce,
+        Op::AllGather => program::Op::AllGather,
+        Op::ReduceScatter => program::Op::ReduceScatter,
+        Op::AllToAll => program::Op::AllToAll,
+        Op::Broadcast => program::Op::Broadcast,
+        Op::Gather => program::Op::Gather { root: 0 },
+        Op::Scatter => program::Op::Scatter { root: 0 },
+        Op::SendRecv => {
+            program::Op::Permute { pairs: (0..members).map(|member| (member, (member + 1) % members)).collect() }
+        }
+        Op::Barrier => program::Op::Barrier,
+    }
+}
+
+fn collective(op: Op) -> cost::Collective {
+    match op {
+        Op::AllReduce | Op::Barrier => cost::Collective::AllReduce,
+        Op::AllGather => cost::Collective::AllGather,
+        Op::ReduceScatter => cost::Collective::ReduceScatter,
+        Op::AllToAll => cost::Collective::AllToAll,
+        Op::Broadcast => cost::Collective::Broadcast,
+        Op::Reduce => cost::Collective::Reduce,
+        Op::Gather => cost::Collective::Gather,
+        Op::Scatter => cost::Collective::Scatter,
+        Op::SendRecv => cost::Collective::Permute,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use podring_topology::parse;
+
+    #[test]
+    fn groups_are_read() {
+        let slice = parse("v5e:4x4").unwrap();
+        assert_eq!(groups(&slice, "all").unwrap()[0].len(), 16);
+        assert_eq!(groups(&slice, "0, 3,5").unwrap(), [[0, 3, 5]]);
+        let lines = groups(&slice, "axis:y").unwrap();
+        assert_eq!(lines.len(), 4);
+        for line in &lines {
+            let coords: Vec<[u32; 3]> = line.iter().map(|&rank| slice.device(rank).unwrap().coords).collect();
+            assert!(coords.windows(2).all(|pair| pair[0][0] == pair[1][0] && pair[0][1] + 1 == pair[1][1]));
+        }
+        assert!(matches!(groups(&slice, "axis:w"), Err(CompileError::Group { .. })));
+        assert!(matches!(groups(&slice, "1,x"), Err(CompileError::Group { .. })));
+        assert!(matches!(groups(&slice, "axis:z"), Err(CompileError::Axis { axis: 'z', .. })));
+        // Two devices per chip: each in its own line.
+        assert_eq!(groups(&parse("tpu7x:2x2x1").unwrap(), "axis:x").unwrap().len(), 4);
+    }
+}

@@ -1,0 +1,115 @@
+//! `podring compile` over libtpu, with no TPU.
+//!
+//! Without libtpu nothing can run: with PODRING_REQUIRE_PJRT=1 (set by scripts/test) that fails.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::{
+    path::PathBuf,
+    process::{Command, Output},
+};
+
+use podring_ici::pjrt::{Want, find};
+use serde_json::Value;
+
+fn environment() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../.venv")
+}
+
+fn missing() -> bool {
+    let Err(error) = find(Want::Tpu, &[environment()]) else { return false };
+    assert!(std::env::var("PODRING_REQUIRE_PJRT").as_deref() != Ok("1"), "{error}");
+    eprintln!("NOT RUN: {error}");
+    true
+}
+
+fn podring(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_podring"));
+    command.env("VIRTUAL_ENV", environment()).arg("compile").args(arguments).output().unwrap()
+}
+
+fn report(arguments: &[&str]) -> Value {
+    let output = podring(arguments);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {error}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn refusal(arguments: &[&str]) -> String {
+    let output = podring(arguments);
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+    String::from_utf8(output.stderr).unwrap()
+}
+
+#[test]
+fn every_operation_compiles_for_a_slice_in_bounded_memory() {
+    if missing() {
+        return;
+    }
+    for op in ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "scatter", "sendrecv"]
+    {
+        for group in ["all", "axis:x"] {
+            let report = report(&["v5e:4x4", op, "--bytes", "64M", "--group", group, "--json"]);
+            assert!(report["peak_rss_mib"].as_u64().unwrap() <= 400, "{report}");
+            assert!(report["code_bytes"].as_u64().unwrap() > 0, "{report}");
+            assert!(report["predicted_us"].as_f64().unwrap() > 0.0, "{report}");
+            assert_eq!(report["ranks"], if group == "all" { 16 } else { 4 });
+        }
+    }
+}
+
+#[test]
+fn strategies_are_read_back() {
+    if missing() {
+        return;
+    }
+    let whole = report(&["v5e:4x4", "all_reduce", "--json"]);
+    assert!(whole["strategy"].as_str().unwrap().contains("ND"), "{whole}");
+    assert_eq!(whole["dim_sizes"], "4,4");
+    assert_eq!(whole["plan"], "whole");
+    let axis = report(&["v5e:4x4", "reduce_scatter", "--group", "axis:x", "--json"]);
+    assert_eq!(axis["collectives"], serde_json::json!(["reduce-scatter"]));
+    let alone = report(&["v5e:4x4", "all_reduce", "--group", "0,3,5", "--alone", "--bytes", "1M", "--json"]);
+    assert_eq!(alone["plan"], "members");
+    // What libtpu can't do natively goes another way.
+    let max = report(&["v5e:4x4", "all_reduce", "--dtype", "int64", "--redop", "max", "--bytes", "1M", "--json"]);
+    let mut ways: Vec<&str> = max["collectives"].as_array().unwrap().iter().map(|one| one.as_str().unwrap()).collect();
+    ways.sort_unstable();
+    ways.dedup();
+    assert_eq!(ways, ["all-gather", "all-to-all"], "{max}");
+}
+
+#[test]
+fn refusals_carry_libtpus_words_and_limits_hold() {
+    if missing() {
+        return;
+    }
+    let square = refusal(&["v5e:4x4", "all_reduce", "--group", "0,1,2,3", "--alone", "--bytes", "1M"]);
+    assert!(square.contains("v5e:4x4 (group 0,1,2,3)") && square.contains("device_id"), "{square}");
+    let large = refusal(&["v5e:4x4", "all_reduce", "--memory", "40"]);
+    assert!(large.contains("more than 40 MiB"), "{large}");
+    let slow = refusal(&["v5e:4x4", "all_reduce", "--timeout", "0"]);
+    assert!(slow.contains("more than 0 s"), "{slow}");
+    // A child that dies is an error of this command, which lives: the system ends it after a second of work.
+    let mut command = Command::new("sh");
+    command.env("VIRTUAL_ENV", environment()).args(["-c", "ulimit -t 1; exec \"$0\" compile v5p:8x8x8 all_reduce"]);
+    let output = command.arg(env!("CARGO_BIN_EXE_podring")).output().unwrap();
+    let words = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{words}");
+    assert!(words.contains("ended its process (signal"), "{words}");
+}
+
+#[test]
+fn bad_questions_are_answered_before_libtpu_is_asked() {
+    for (arguments, expected) in [
+        (&["v5e:4x4", "all_reduce", "--group", "0,77"][..], "rank 77 is outside the 16 devices"),
+        (&["v5e:4x4", "all_reduce", "--group", "axis:q"], "expected all, axis:x"),
+        (&["v5e:4x4", "all_reduce", "--group", "axis:z"], "no axis z"),
+        (&["v9:4x4", "all_reduce"], "unknown TPU generation"),
+        (&["v5e:4x4*2", "all_reduce", "--group", "0,1,16"], "different numbers of devices"),
+        (&["v5e:4x4", "all_reduce", "--dtype", "float32", "--redop", "bor"], "BOR of float32 has no program"),
+    ] {
+        let error = refusal(arguments);
+        assert!(error.contains(expected), "{arguments:?}: {error}");
+    }
+}

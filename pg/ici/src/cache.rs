@@ -1,0 +1,382 @@
+//! Compiled programs, kept: in memory, and in files that outlive the process.
+//!
+//! A program is known by its text, its devices, and the plugin that compiled it. Files are written beside their place
+//! and renamed, so that a reader sees a whole file or none; each carries a checksum of its contents. A damaged file is
+//! compiled again, with a warning. The checksum guards against accidents, not against people: plugins run what a file
+//! says, so that a directory which others may write to is not used.
+
+use std::{
+    collections::HashMap,
+    env, fs, io,
+    io::Write as _,
+    os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _},
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::SystemTime,
+};
+
+use parking_lot::Mutex;
+use sha2::{Digest as _, Sha256};
+
+use crate::{
+    pjrt::{Client, CompileOptions, Loaded, PjrtError},
+    program::Program,
+};
+
+const MAGIC: &[u8; 16] = b"podring program1";
+const SUFFIX: &str = "pjrt";
+
+/// A directory of compiled programs.
+#[derive(Clone, Debug)]
+pub struct Disk {
+    directory: PathBuf,
+    most: u64,
+}
+
+/// Why a directory is not used.
+#[derive(Debug, thiserror::Error)]
+pub enum DiskError {
+    /// It can't be made or read.
+    #[error("cache directory {}: {error}", directory.display())]
+    Io {
+        /// The directory.
+        directory: PathBuf,
+        /// What the system says.
+        error: io::Error,
+    },
+    /// Someone else could put programs into it.
+    #[error("cache directory {} belongs to user {owner} with mode {mode:o}; it must be yours and writable by you alone", directory.display())]
+    Shared {
+        /// The directory.
+        directory: PathBuf,
+        /// Its owner.
+        owner: u32,
+        /// Its permissions.
+        mode: u32,
+    },
+    /// A setting that is no number.
+    #[error("PODRING_CACHE_MIB is {value:?}; expected a number of MiB")]
+    Setting {
+        /// What came.
+        value: String,
+    },
+}
+
+impl Disk {
+    /// The directory that `PODRING_CACHE_DIR` names, at most `PODRING_CACHE_MIB` large (1024 unless set); none if it
+    /// is not set.
+    pub fn from_env() -> Result<Option<Disk>, DiskError> {
+        let Some(directory) = env::var_os("PODRING_CACHE_DIR").filter(|value| !value.is_empty()) else {
+            return Ok(None);
+        };
+        let mebibytes = match env::var("PODRING_CACHE_MIB") {
+            Ok(value) => value.trim().parse().map_err(|_| DiskError::Setting { value })?,
+            Err(_) => 1024,
+        };
+        Disk::open(Path::new(&directory), u64::saturating_mul(mebibytes, 1 << 20)).map(Some)
+    }
+
+    /// Opens or makes a directory that may hold `most` bytes.
+    pub fn open(directory: &Path, most: u64) -> Result<Disk, DiskError> {
+        let io = |error| DiskError::Io { directory: directory.to_owned(), error };
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(io)?;
+        let metadata = fs::metadata(directory).map_err(io)?;
+        let mode = metadata.permissions().mode() & 0o777;
+        // The owner of a file just made is this process's user.
+        let probe = tempfile::NamedTempFile::new_in(directory).map_err(io)?;
+        let me = probe.as_file().metadata().map_err(io)?.uid();
+        if metadata.uid() != me || mode & 0o022 != 0 {
+            return Err(DiskError::Shared { directory: directory.to_owned(), owner: metadata.uid(), mode });
+        }
+        Ok(Disk { directory: directory.to_owned(), most })
+    }
+
+    fn file(&self, key: &Key) -> PathBuf {
+        self.directory.join(key.to_string()).with_extension(SUFFIX)
+    }
+
+    /// A file's contents; none if there is no such file, an error that says what is wrong if it is damaged.
+    fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, String> {
+        let file = self.file(key);
+        let bytes = match fs::read(&file) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error.to_string()),
+        };
+        let head = MAGIC.len() + 32;
+        if bytes.len() < head || &bytes[..MAGIC.len()] != MAGIC {
+            return Err("not a file of this cache".to_owned());
+        }
+        if Sha256::digest(&bytes[head..])[..] != bytes[MAGIC.len()..head] {
+            return Err("its checksum is wrong".to_owned());
+        }
+        // Used just now: the oldest is what goes first.
+        if let Ok(opened) = fs::File::open(&file) {
+            let _ = opened.set_modified(SystemTime::now());
+        }
+        Ok(Some(bytes[head..].to_vec()))
+    }
+
+    fn write(&self, key: &Key, program: &[u8]) -> io::Result<()> {
+        let mut file = tempfile::NamedTempFile::new_in(&self.directory)?;
+        file.write_all(MAGIC)?;
+        file.write_all(&Sha256::digest(program))?;
+        file.write_all(program)?;
+        file.persist(self.file(key)).map_err(|error| error.error)?;
+        self.shrink()
+    }
+
+    /// Removes the files that were used longest ago until the rest fits.
+    fn shrink(&self) -> io::Result<()> {
+        let mut files: Vec<(SystemTime, u64, PathBuf)> = Vec::new();
+        for entry in fs::read_dir(&self.directory)? {
+            let path = entry?.path();
+            if path.extension().is_some_and(|extension| extension == SUFFIX)
+                && let Ok(metadata) = fs::metadata(&path)
+            {
+                files.push((metadata.modified()?, metadata.len(), path));
+            }
+        }
+        files.sort();
+        let mut total: u64 = files.iter().map(|(_, size, _)| size).sum();
+        for (_, size, path) in files {
+            if total <= self.most {
+                break;
+            }
+            // Another process may have been faster.
+            let _ = fs::remove_file(path);
+            total -= size;
+        }
+        Ok(())
+    }
+}
+
+/// What a compiled program is known by.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Key([u8; 32]);
+
+impl std::fmt::Display for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// How programs were come by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Compiled.
+    pub compiled: u64,
+    /// Loaded from a file.
+    pub loaded: u64,
+    /// In memory already.
+    pub hits: u64,
+    /// Files that were damaged or couldn't be loaded.
+    pub damaged: u64,
+}
+
+type Slot = Arc<Mutex<Option<Arc<Loaded>>>>;
+
+/// Compiled programs of one client.
+pub struct Cache {
+    client: Client,
+    /// What a key holds beside the program: the plugin's identity.
+    plugin: Vec<u8>,
+    memory: Mutex<HashMap<Key, Slot>>,
+    disk: Option<Disk>,
+    compiled: AtomicU64,
+    loaded: AtomicU64,
+    hits: AtomicU64,
+    damaged: AtomicU64,
+}
+
+impl Cache {
+    /// An empty cache over a client, with or without files.
+    pub fn new(client: Client, disk: Option<Disk>) -> Result<Cache, PjrtError> {
+        let plugin = identity(&client)?;
+        let count = || AtomicU64::new(0);
+        Ok(Cache {
+            client,
+            plugin,
+            memory: Mutex::default(),
+            disk,
+            compiled: count(),
+            loaded: count(),
+            hits: count(),
+            damaged: count(),
+        })
+    }
+
+    /// How programs were come by so far.
+    pub fn counts(&self) -> Counts {
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        Counts {
+            compiled: read(&self.compiled),
+            loaded: read(&self.loaded),
+            hits: read(&self.hits),
+            damaged: read(&self.damaged),
+        }
+    }
+
+    /// The program on these devices. Compiled once however many threads ask: the others wait for the first.
+    pub fn get(&self, program: &Program, devices: &[i64]) -> Result<Arc<Loaded>, PjrtError> {
+        let key = self.key(program, devices);
+        let slot = self.memory.lock().entry(key).or_default().clone();
+        let mut slot = slot.lock();
+        if let Some(loaded) = &*slot {
+            self.hits.fetch_add(1, Ordering::Relaxed);
+            return Ok(loaded.clone());
+        }
+        let loaded = match self.on_disk(&key) {
+            Some(loaded) => loaded,
+            None => self.compile(&key, program, devices)?,
+        };
+        let loaded = Arc::new(loaded);
+        *slot = Some(loaded.clone());
+        Ok(loaded)
+    }
+
+    /// Gets programs ahead of time; `progress` is told how many are ready, before the first and after each.
+    pub fn warm<'a>(
+        &self,
+        programs: impl ExactSizeIterator<Item = (&'a Program, &'a [i64])>,
+        mut progress: impl FnMut(usize, usize),
+    ) -> Result<(), PjrtError> {
+        let total = programs.len();
+        progress(0, total);
+        for (index, (program, devices)) in programs.enumerate() {
+            self.get(program, devices)?;
+            progress(index + 1, total);
+        }
+        Ok(())
+    }
+
+    fn key(&self, program: &Program, devices: &[i64]) -> Key {
+        let mut hash = Sha256::new();
+        hash.update(&self.plugin);
+        for device in devices {
+            hash.update(device.to_le_bytes());
+        }
+        hash.update(b"\0text\0");
+        hash.update(program.text.as_bytes());
+        Key(hash.finalize().into())
+    }
+
+    fn on_disk(&self, key: &Key) -> Option<Loaded> {
+        let disk = self.disk.as_ref()?;
+        let damaged = |what: &str| {
+            self.damaged.fetch_add(1, Ordering::Relaxed);
+            let file = disk.file(key);
+            tracing::warn!(file = %file.display(), "a compiled program could not be used and is compiled again: {what}");
+            let _ = fs::remove_file(file);
+        };
+        let bytes = match disk.read(key) {
+            Ok(bytes) => bytes?,
+            Err(what) => {
+                damaged(&what);
+                return None;
+            }
+        };
+        // SAFETY: the file is in a directory that only this user writes, its checksum is right, and its name is of
+        // this very plugin, program and machine.
+        match unsafe { self.client.deserialize(&bytes, None) } {
+            Ok(loaded) => {
+                self.loaded.fetch_add(1, Ordering::Relaxed);
+                Some(loaded)
+            }
+            Err(error) => {
+                damaged(&error.to_string());
+                None
+            }
+        }
+    }
+
+    fn compile(&self, key: &Key, program: &Program, devices: &[i64]) -> Result<Loaded, PjrtError> {
+        let loaded = self.client.compile(&program.text, &CompileOptions::on(devices.iter().copied()))?;
+        self.compiled.fetch_add(1, Ordering::Relaxed);
+        if let Some(disk) = &self.disk {
+            // A program that can't be kept is no reason not to run it.
+            match loaded.executable().serialize() {
+                Ok(bytes) => {
+                    if let Err(error) = disk.write(key, &bytes) {
+                        tracing::warn!(%error, directory = %disk.directory.display(), "a program was not kept");
+                    }
+                }
+                Err(error) => tracing::warn!(%error, "a program can't be kept"),
+            }
+        }
+        Ok(loaded)
+    }
+}
+
+/// What must be the same for a compiled program to be of use: the plugin's build, its interface, the platform, and for
+/// machine code the processor.
+fn identity(client: &Client) -> Result<Vec<u8>, PjrtError> {
+    let plugin = client.plugin();
+    let mut text = format!("{:?} {} {}", plugin.version(), client.platform()?, client.platform_version()?);
+    // A CPU plugin's version says nothing of its build; its file does.
+    if let Ok(metadata) = fs::metadata(plugin.file()) {
+        text += &format!(" {} {}.{}", metadata.len(), metadata.mtime(), metadata.mtime_nsec());
+    }
+    text += &format!(" {} {}", env::consts::ARCH, client.devices().len());
+    let processor = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    text.extend(processor.lines().find(|line| line.starts_with("flags") || line.starts_with("Features")));
+    Ok(text.into_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(byte: u8) -> Key {
+        Key([byte; 32])
+    }
+
+    #[test]
+    fn files_come_back_and_damage_is_seen() {
+        let directory = tempfile::tempdir().unwrap();
+        let disk = Disk::open(&directory.path().join("new"), 1 << 20).unwrap();
+        assert_eq!(disk.read(&key(1)), Ok(None));
+        disk.write(&key(1), b"program").unwrap();
+        assert_eq!(disk.read(&key(1)), Ok(Some(b"program".to_vec())));
+        let file = disk.file(&key(1));
+        let whole = fs::read(&file).unwrap();
+        for cut in 0..whole.len() {
+            fs::write(&file, &whole[..cut]).unwrap();
+            assert!(disk.read(&key(1)).is_err(), "cut at {cut}");
+            let mut flipped = whole.clone();
+            flipped[cut] ^= 1;
+            fs::write(&file, &flipped).unwrap();
+            assert!(disk.read(&key(1)).is_err(), "flipped at {cut}");
+        }
+    }
+
+    #[test]
+    fn the_oldest_go_first() {
+        let directory = tempfile::tempdir().unwrap();
+        let one = 16 + 32 + 100;
+        let disk = Disk::open(directory.path(), 3 * one).unwrap();
+        for byte in 0..3 {
+            disk.write(&key(byte), &[byte; 100]).unwrap();
+            let then = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(u64::from(byte) + 1);
+            fs::File::open(disk.file(&key(byte))).unwrap().set_modified(then).unwrap();
+        }
+        // Reading makes the first the newest.
+        assert!(disk.read(&key(0)).unwrap().is_some());
+        disk.write(&key(3), &[3; 100]).unwrap();
+        let there: Vec<bool> = (0..4).map(|byte| disk.file(&key(byte)).exists()).collect();
+        assert_eq!(there, [true, false, true, true]);
+    }
+
+    #[test]
+    fn directories_that_others_write_are_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(matches!(Disk::open(directory.path(), 1), Err(DiskError::Shared { mode: 0o777, .. })));
+        let file = directory.path().join("file");
+        fs::write(&file, "").unwrap();
+        assert!(matches!(Disk::open(&file, 1), Err(DiskError::Io { .. })));
+    }
+}

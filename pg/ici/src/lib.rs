@@ -1,0 +1,10 @@
+//! Collectives as PJRT programs.
+//!
+//! [`pjrt`] binds to plugins (libtpu, XLA's CPU plugin); [`program`] writes StableHLO for each collective; [`readback`]
+//! reads what XLA made of it; [`slice`] says how a group runs on a slice; [`cache`] keeps what was compiled.
+
+pub mod cache;
+pub mod pjrt;
+pub mod program;
+pub mod readback;
+pub mod slice;

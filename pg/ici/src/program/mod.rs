@@ -1,0 +1,604 @@
+//! StableHLO text for every collective, in podring's own layout.
+//!
+//! A [`Spec`] says what is asked; [`build`] writes the program for it. The same spec always gives the same text, so
+//! that the text is what a compiled program is known by. A program depends on nothing but the operation, the size
+//! class, the groups and (for reductions) the element type: roots of broadcasts, factors of PREMUL_SUM and the splits
+//! of an uneven all-to-all are operands.
+//!
+//! | operation | program | bytes sent by the busiest member of k, V as given |
+//! |---|---|---|
+//! | all_reduce, reduce | all-reduce, or all-to-all + sum + all-gather ([`route`]) | 2V(k−1)/k |
+//! | broadcast | the root's words and zeros elsewhere, all-reduced | 2V(k−1)/k |
+//! | all_gather | all-gather, V the input | V(k−1) |
+//! | reduce_scatter | reduce-scatter, or all-to-all + sum, V the output | V(k−1) |
+//! | all_to_all | all-to-all, V the input | V(k−1)/k |
+//! | gather, scatter | a binomial tree of permutes, V a block | V(k−1) at the root, less elsewhere |
+//! | send/recv | one permute | V |
+//!
+//! Operations that only move data carry 32-bit words whatever the element type: one program serves every type of the
+//! same bytes. A block's bytes are padded to whole rows of 512 bytes.
+
+pub mod layout;
+pub mod route;
+mod text;
+
+use podring_collective::{DType, Kind, Reduction};
+
+use crate::pjrt::Element;
+use layout::{LANES, class_rows};
+pub use route::{Backend, How, Route, Unsupported};
+use text::{Body, Val, tensor};
+
+/// Groups of replicas. All are of one size, and every replica is in exactly one.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Groups {
+    /// Replica numbers; a member's position in its group is its rank there.
+    pub groups: Vec<Vec<u32>>,
+}
+
+impl Groups {
+    /// Checks that the groups are of one size and hold each of 0..replicas once.
+    pub fn new(groups: Vec<Vec<u32>>) -> Result<Groups, ProgramError> {
+        let size = groups.first().map_or(0, Vec::len);
+        if size == 0 || groups.iter().any(|group| group.len() != size) {
+            return Err(ProgramError::Groups { reason: "groups must be of one size, one or more" });
+        }
+        let mut seen = vec![false; groups.len() * size];
+        for &member in groups.iter().flatten() {
+            match seen.get_mut(member as usize) {
+                Some(seen) if !*seen => *seen = true,
+                _ => return Err(ProgramError::Groups { reason: "each replica must be in exactly one group" }),
+            }
+        }
+        Ok(Groups { groups })
+    }
+
+    /// One group of all replicas.
+    pub fn all(replicas: u32) -> Groups {
+        Groups { groups: vec![(0..replicas.max(1)).collect()] }
+    }
+
+    /// Members of each group.
+    pub fn size(&self) -> usize {
+        self.groups[0].len()
+    }
+
+    /// Replicas of the program.
+    pub fn replicas(&self) -> usize {
+        self.groups.len() * self.size()
+    }
+
+    /// The position of each replica in its group.
+    fn positions(&self) -> Vec<u32> {
+        let mut positions = vec![0; self.replicas()];
+        for group in &self.groups {
+            for (position, &member) in group.iter().enumerate() {
+                positions[member as usize] = position as u32;
+            }
+        }
+        positions
+    }
+}
+
+/// What a program does. Roots and peers are positions in the group.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Op {
+    /// `all_reduce` and `reduce`: reducing to one costs no less here.
+    AllReduce,
+    /// `broadcast`; the root is an operand.
+    Broadcast,
+    /// `all_gather`.
+    AllGather,
+    /// `reduce_scatter`.
+    ReduceScatter,
+    /// `all_to_all`, blocks laid out in equal slots.
+    AllToAll,
+    /// `all_to_all` on flat buffers; where each block starts is an operand.
+    AllToAllUneven {
+        /// Elements of the flat input and output, padding apart: the most that any member has.
+        total: usize,
+    },
+    /// `gather`.
+    Gather {
+        /// Who receives.
+        root: u32,
+    },
+    /// `scatter`.
+    Scatter {
+        /// Who sends.
+        root: u32,
+    },
+    /// Sends and receives that were agreed on.
+    Permute {
+        /// From, to; each at most once on either side.
+        pairs: Vec<(u32, u32)>,
+    },
+    /// `barrier`.
+    Barrier,
+}
+
+/// One tensor set of a program.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PartSpec {
+    /// Element type.
+    pub dtype: DType,
+    /// For operations that reduce. The factor of PREMUL_SUM is an operand: its value here is ignored.
+    pub reduction: Option<Reduction>,
+    /// Elements of a block: of the whole tensor for all_reduce, broadcast and permutes; of one rank's share (the
+    /// largest, where shares differ) for the others.
+    pub elements: usize,
+}
+
+/// What a program is asked for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Spec {
+    /// The operation.
+    pub op: Op,
+    /// The tensor sets; one but for coalesced operations, none for a barrier.
+    pub parts: Vec<PartSpec>,
+    /// Who takes part.
+    pub groups: Groups,
+    /// Which compiler it is for.
+    pub backend: Backend,
+    /// Sum 16-bit floats in f32 and round once.
+    pub exact: bool,
+    /// Mark inputs whose memory may become the output's.
+    pub donate: bool,
+}
+
+/// What an argument or result is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Blocks of part n, in layout.
+    Data(usize),
+    /// The root's position in its group, a ui32 scalar.
+    Root,
+    /// PREMUL_SUM's factor of part n, a scalar of the type that is computed in.
+    Factor(usize),
+    /// Where each block starts in the flat input of part n: i32[k], in carrier elements.
+    InputStarts(usize),
+    /// Where each block starts in the flat output of part n: i32[k], in carrier elements.
+    OutputStarts(usize),
+}
+
+/// An argument or result of a program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Port {
+    /// What it is.
+    pub role: Role,
+    /// Element type.
+    pub element: Element,
+    /// Extents.
+    pub dims: Vec<usize>,
+}
+
+impl Port {
+    /// Bytes of it.
+    pub fn bytes(&self) -> usize {
+        self.dims.iter().product::<usize>() * self.element.size()
+    }
+}
+
+/// A program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Program {
+    /// StableHLO.
+    pub text: String,
+    /// Arguments in order.
+    pub inputs: Vec<Port>,
+    /// Results in order.
+    pub outputs: Vec<Port>,
+}
+
+/// Why there is no program.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ProgramError {
+    /// No way for this type or reduction.
+    #[error(transparent)]
+    Unsupported(#[from] Unsupported),
+    /// The groups are no partition into equal parts.
+    #[error("replica groups: {reason}")]
+    Groups {
+        /// What is wrong.
+        reason: &'static str,
+    },
+    /// A position outside the group, or in two pairs.
+    #[error("{what} {position} in a group of {size}")]
+    Position {
+        /// What it is: "root", "peer", "peer named twice".
+        what: &'static str,
+        /// The position.
+        position: u32,
+        /// Members of the group.
+        size: usize,
+    },
+    /// An operation that reduces, without a reduction.
+    #[error("part {part} needs a reduction")]
+    NoReduction {
+        /// Index of the part.
+        part: usize,
+    },
+    /// More than XLA's 32-bit indices reach.
+    #[error("{elements} elements of a flat all-to-all are more than 2^31 - 1")]
+    TooLarge {
+        /// The elements that came.
+        elements: usize,
+    },
+}
+
+impl Op {
+    /// The program operation of a collective whose blocks are laid out in slots; none for point-to-point operations,
+    /// whose pairs only the engine knows.
+    pub fn of(kind: Kind) -> Option<Op> {
+        Some(match kind {
+            Kind::AllReduce | Kind::Reduce { .. } => Op::AllReduce,
+            Kind::Broadcast { .. } => Op::Broadcast,
+            Kind::AllGather => Op::AllGather,
+            Kind::ReduceScatter => Op::ReduceScatter,
+            Kind::AllToAll => Op::AllToAll,
+            Kind::Gather { root } => Op::Gather { root },
+            Kind::Scatter { root } => Op::Scatter { root },
+            Kind::Barrier => Op::Barrier,
+            Kind::Send { .. } | Kind::Recv { .. } => return None,
+        })
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Op::AllReduce => "all_reduce",
+            Op::Broadcast => "broadcast",
+            Op::AllGather => "all_gather",
+            Op::ReduceScatter => "reduce_scatter",
+            Op::AllToAll => "all_to_all",
+            Op::AllToAllUneven { .. } => "all_to_all_uneven",
+            Op::Gather { .. } => "gather",
+            Op::Scatter { .. } => "scatter",
+            Op::Permute { .. } => "permute",
+            Op::Barrier => "barrier",
+        }
+    }
+}
+
+/// A program's signature and body under construction.
+struct Draft<'a> {
+    spec: &'a Spec,
+    body: Body<'a>,
+    inputs: Vec<Port>,
+    outputs: Vec<(Role, Val)>,
+}
+
+impl Draft<'_> {
+    fn input(&mut self, role: Role, element: Element, dims: &[usize]) -> Val {
+        let name = format!("%arg{}", self.inputs.len());
+        self.inputs.push(Port { role, element, dims: dims.to_vec() });
+        Val { name, element, dims: dims.to_vec() }
+    }
+
+    fn output(&mut self, part: usize, value: Val) {
+        self.outputs.push((Role::Data(part), value));
+    }
+
+    fn finish(self) -> Program {
+        let Draft { spec, body, inputs, outputs } = self;
+        let mut donated = vec![false; outputs.len()];
+        let arguments: Vec<String> = inputs
+            .iter()
+            .enumerate()
+            .map(|(index, port)| {
+                let target = outputs.iter().position(|(role, value)| {
+                    spec.donate && *role == port.role && value.element == port.element && value.dims == port.dims
+                });
+                let alias = match target {
+                    Some(target) if !donated[target] => {
+                        donated[target] = true;
+                        format!(" {{tf.aliasing_output = {target} : i32}}")
+                    }
+                    _ => String::new(),
+                };
+                format!("%arg{index}: {}{alias}", tensor(port.element, &port.dims))
+            })
+            .collect();
+        let types: Vec<String> = outputs.iter().map(|(_, value)| value.ty()).collect();
+        let names: Vec<&str> = outputs.iter().map(|(_, value)| value.name.as_str()).collect();
+        let text = format!(
+            "module @{} attributes {{mhlo.num_partitions = 1 : i32, mhlo.num_replicas = {} : i32}} {{\n  \
+             func.func public @main({}) -> ({}) {{\n{}    return {} : {}\n  }}\n}}\n",
+            spec.op.name(),
+            spec.groups.replicas(),
+            arguments.join(", "),
+            types.join(", "),
+            body.finish(),
+            names.join(", "),
+            types.join(", ")
+        );
+        let outputs =
+            outputs.into_iter().map(|(role, value)| Port { role, element: value.element, dims: value.dims }).collect();
+        Program { text, inputs, outputs }
+    }
+}
+
+/// Writes the program.
+pub fn build(spec: &Spec) -> Result<Program, ProgramError> {
+    let mut draft = Draft { spec, body: Body::new(&spec.groups), inputs: Vec::new(), outputs: Vec::new() };
+    if spec.op == Op::Barrier {
+        let one = draft.input(Role::Data(0), Element::U32, &[]);
+        let count = draft.body.all_reduce(&one, "add");
+        draft.output(0, count);
+        return Ok(draft.finish());
+    }
+    let root = (spec.op == Op::Broadcast).then(|| {
+        let root = draft.input(Role::Root, Element::U32, &[]);
+        let positions = spec.groups.positions();
+        let position = draft.body.by_replica(&positions);
+        draft.body.compare("EQ", "UNSIGNED", &position, &root)
+    });
+    for (index, part) in spec.parts.iter().enumerate() {
+        match &spec.op {
+            Op::AllReduce | Op::ReduceScatter => reduction(&mut draft, index, part)?,
+            Op::AllToAllUneven { total } => uneven(&mut draft, index, part, *total)?,
+            op => movement(&mut draft, index, part, op, root.as_ref())?,
+        }
+    }
+    Ok(draft.finish())
+}
+
+fn reduction(draft: &mut Draft, index: usize, part: &PartSpec) -> Result<(), ProgramError> {
+    let reduction = part.reduction.ok_or(ProgramError::NoReduction { part: index })?;
+    let route = route::reduce(part.dtype, reduction, draft.spec.backend, draft.spec.exact)?;
+    let members = draft.spec.groups.size();
+    let scatter = draft.spec.op == Op::ReduceScatter;
+    let (blocks, elements) = match route.how {
+        How::Native if !scatter => (1, part.elements),
+        How::Exchange if !scatter => (members, part.elements.div_ceil(members)),
+        _ => (members, part.elements),
+    };
+    let rows = class_rows(elements, route.wire.size());
+    let input = draft.input(Role::Data(index), route.wire, &[blocks, rows, LANES]);
+    let factor = route.factor.then(|| draft.input(Role::Factor(index), route.compute, &[]));
+    let body = &mut draft.body;
+    let scale = |body: &mut Body, value: Val| match &factor {
+        Some(factor) => {
+            let spread = body.spread(factor, &value.dims);
+            body.binary("multiply", &value, &spread)
+        }
+        None => value,
+    };
+    let divide = |body: &mut Body, value: Val| {
+        if !route.divide {
+            return value;
+        }
+        let literal = match value.element {
+            Element::C64 | Element::C128 => format!("({members}.0, 0.0)"),
+            Element::F16 | Element::Bf16 | Element::F32 | Element::F64 => format!("{members}.0"),
+            _ => members.to_string(),
+        };
+        let count = body.constant(&literal, value.element, &value.dims);
+        body.binary("divide", &value, &count)
+    };
+    let output = match route.how {
+        How::Native => {
+            let scaled = scale(body, input);
+            let reduced = if scatter {
+                body.reduce_scatter(&scaled, route.combine)
+            } else {
+                body.all_reduce(&scaled, route.combine)
+            };
+            divide(body, reduced)
+        }
+        How::Exchange => {
+            let exchanged = body.all_to_all(&input);
+            let wide = body.convert(&exchanged, route.compute);
+            let scaled = scale(body, wide);
+            let reduced = match (route.combine, route.compute) {
+                ("minimum" | "maximum", Element::F16 | Element::Bf16 | Element::F32 | Element::F64) => {
+                    let extreme = body.reduce(&scaled, route.combine);
+                    let is_nan = body.compare("NE", "FLOAT", &scaled, &scaled);
+                    let any_nan = body.reduce(&is_nan, "or");
+                    let nan = body.constant(route::nan(route.compute), route.compute, &extreme.dims);
+                    body.select(&any_nan, &nan, &extreme)
+                }
+                _ => body.reduce(&scaled, route.combine),
+            };
+            let divided = divide(body, reduced);
+            let narrow = body.convert(&divided, route.wire);
+            let block = body.reshape(&narrow, &[1, rows, LANES]);
+            if scatter { block } else { body.all_gather(&block) }
+        }
+    };
+    draft.output(index, output);
+    Ok(())
+}
+
+fn movement(
+    draft: &mut Draft,
+    index: usize,
+    part: &PartSpec,
+    op: &Op,
+    is_root: Option<&Val>,
+) -> Result<(), ProgramError> {
+    let members = draft.spec.groups.size();
+    let rows = class_rows((part.elements * part.dtype.size()).div_ceil(4), 4);
+    let block = [1, rows, LANES];
+    let blocks = [members, rows, LANES];
+    let role = Role::Data(index);
+    let outside = |what, position: u32| ProgramError::Position { what, position, size: members };
+    let output = match op {
+        Op::Broadcast => {
+            let input = draft.input(role, Element::U32, &block);
+            let body = &mut draft.body;
+            let zero = body.constant("0", Element::U32, &block);
+            let own = match is_root {
+                Some(is_root) => {
+                    let everywhere = body.spread(is_root, &block);
+                    body.select(&everywhere, &input, &zero)
+                }
+                None => input,
+            };
+            body.all_reduce(&own, "add")
+        }
+        Op::AllGather => {
+            let input = draft.input(role, Element::U32, &block);
+            draft.body.all_gather(&input)
+        }
+        Op::AllToAll => {
+            let input = draft.input(role, Element::U32, &blocks);
+            draft.body.all_to_all(&input)
+        }
+        Op::Gather { root } | Op::Scatter { root } if *root as usize >= members => {
+            return Err(outside("root", *root));
+        }
+        Op::Gather { root } => {
+            let input = draft.input(role, Element::U32, &block);
+            gather(draft, input, *root)
+        }
+        Op::Scatter { root } => {
+            let input = draft.input(role, Element::U32, &blocks);
+            scatter(draft, input, *root)
+        }
+        Op::Permute { pairs } => {
+            let (mut sources, mut targets) = (vec![false; members], vec![false; members]);
+            for &(source, target) in pairs {
+                for (seen, peer) in [(&mut sources, source), (&mut targets, target)] {
+                    match seen.get_mut(peer as usize) {
+                        None => return Err(outside("peer", peer)),
+                        Some(true) => return Err(outside("peer named twice:", peer)),
+                        Some(seen) => *seen = true,
+                    }
+                }
+            }
+            let input = draft.input(role, Element::U32, &block);
+            let everywhere = in_every_group(&draft.spec.groups, pairs);
+            draft.body.permute(&input, &everywhere)
+        }
+        // The callers handle these.
+        Op::AllReduce | Op::ReduceScatter | Op::AllToAllUneven { .. } | Op::Barrier => return Ok(()),
+    };
+    draft.output(index, output);
+    Ok(())
+}
+
+/// Pairs of positions as pairs of replicas, in every group.
+fn in_every_group(groups: &Groups, pairs: &[(u32, u32)]) -> Vec<(u32, u32)> {
+    let of = |group: &[u32], (source, target): (u32, u32)| (group[source as usize], group[target as usize]);
+    groups.groups.iter().flat_map(|group| pairs.iter().map(|&pair| of(group, pair))).collect()
+}
+
+/// Senders and receivers of a binomial tree's step, as positions: member `root + step + i·2·step` and its parent.
+fn tree_step(members: usize, root: u32, step: usize) -> Vec<(u32, u32)> {
+    let position = |relative: usize| ((relative + root as usize) % members) as u32;
+    (step..members).step_by(2 * step).map(|child| (position(child), position(child - step))).collect()
+}
+
+/// Steps of the tree: 1, 2, 4, … below the number of members.
+fn tree_steps(members: usize) -> Vec<usize> {
+    std::iter::successors(Some(1), |step| Some(step * 2)).take_while(|&step| step < members).collect()
+}
+
+/// Every child hands all it holds to its parent, which appends it: the root ends with all blocks, itself first.
+fn gather(draft: &mut Draft, input: Val, root: u32) -> Val {
+    let groups = &draft.spec.groups;
+    let members = groups.size();
+    let body = &mut draft.body;
+    let mut held = input;
+    for step in tree_steps(members) {
+        let pairs = in_every_group(groups, &tree_step(members, root, step));
+        let received = body.permute(&held, &pairs);
+        held = body.concatenate(&[held, received]);
+    }
+    rotate(body, &held, members, (members - root as usize) % members)
+}
+
+/// The mirror of [`gather`]: whoever holds several blocks hands the upper half on.
+fn scatter(draft: &mut Draft, input: Val, root: u32) -> Val {
+    let groups = &draft.spec.groups;
+    let members = groups.size();
+    let positions = groups.positions();
+    let body = &mut draft.body;
+    let steps = tree_steps(members);
+    let places = 1 << steps.len();
+    let mut held = rotate(body, &input, members, root as usize);
+    if places > members {
+        let mut dims = held.dims.clone();
+        dims[0] = places - members;
+        let nobody = body.constant("0", Element::U32, &dims);
+        held = body.concatenate(&[held, nobody]);
+    }
+    for &step in steps.iter().rev() {
+        let lower = body.slice(&held, 0, step);
+        let upper = body.slice(&held, step, 2 * step);
+        let down: Vec<(u32, u32)> =
+            tree_step(members, root, step).into_iter().map(|(child, parent)| (parent, child)).collect();
+        let received = body.permute(&upper, &in_every_group(groups, &down));
+        let is_child: Vec<u32> =
+            positions.iter().map(|&position| u32::from(down.iter().any(|&(_, child)| child == position))).collect();
+        let child = body.by_replica(&is_child);
+        let one = body.constant("1", Element::U32, &[]);
+        let takes = body.compare("EQ", "UNSIGNED", &child, &one);
+        let takes = body.spread(&takes, &lower.dims);
+        held = body.select(&takes, &received, &lower);
+    }
+    held
+}
+
+/// The first `members` blocks, starting with block `first`.
+fn rotate(body: &mut Body, value: &Val, members: usize, first: usize) -> Val {
+    if first == 0 {
+        return if value.dims[0] == members { value.clone() } else { body.slice(value, 0, members) };
+    }
+    let back = body.slice(value, first, members);
+    let front = body.slice(value, 0, first);
+    body.concatenate(&[back, front])
+}
+
+/// Blocks lie one after another in flat buffers; where they start is an operand, so that no split compiles again.
+///
+/// Each block travels in a slot of the largest block's class. Blocks are unpacked in order of their start, so that the
+/// padding behind one is overwritten by the next.
+fn uneven(draft: &mut Draft, index: usize, part: &PartSpec, total: usize) -> Result<(), ProgramError> {
+    let members = draft.spec.groups.size();
+    let (carrier, lanes) = carrier(part.dtype);
+    let slot = class_rows(part.elements * lanes, carrier.size()) * LANES;
+    let flat = class_rows(total * lanes, carrier.size()) * LANES;
+    if i32::try_from(flat + slot).is_err() {
+        return Err(ProgramError::TooLarge { elements: flat + slot });
+    }
+    let input = draft.input(Role::Data(index), carrier, &[flat]);
+    let from = draft.input(Role::InputStarts(index), Element::S32, &[members]);
+    let to = draft.input(Role::OutputStarts(index), Element::S32, &[members]);
+    let body = &mut draft.body;
+    // Padding, so that a slot read or written at the end isn't moved inwards.
+    let room = body.constant("0", carrier, &[slot]);
+    let padded = body.concatenate(&[input, room.clone()]);
+    let mut slots = Vec::with_capacity(members);
+    for member in 0..members {
+        let start = body.slice(&from, member, member + 1);
+        let start = body.reshape(&start, &[]);
+        let block = body.dynamic_slice(&padded, &start, slot);
+        slots.push(body.reshape(&block, &[1, slot / LANES, LANES]));
+    }
+    let laid = body.concatenate(&slots);
+    let exchanged = body.all_to_all(&laid);
+    let mut out = body.constant("0", carrier, &[flat + slot]);
+    for member in 0..members {
+        let start = body.slice(&to, member, member + 1);
+        let start = body.reshape(&start, &[]);
+        let block = body.slice(&exchanged, member, member + 1);
+        let block = body.reshape(&block, &[slot]);
+        out = body.dynamic_update_slice(&out, &block, &start);
+    }
+    let output = body.slice(&out, 0, flat);
+    draft.output(index, output);
+    Ok(())
+}
+
+/// The unsigned type that carries an element, and how many of it: 64 bits and more are several words.
+pub fn carrier(dtype: DType) -> (Element, usize) {
+    match dtype.size() {
+        1 => (Element::U8, 1),
+        2 => (Element::U16, 1),
+        bytes => (Element::U32, bytes / 4),
+    }
+}
+
+#[cfg(test)]
+mod tests;
