@@ -81,4 +81,5 @@ def test_more_than_256_ranks() -> None:
             torch.equal(numbers, torch.arange(ranks)),
         ]
 
-    assert run(body, ranks, timeout=120, op_timeout=90) == [[True] * 3] * ranks
+    # Most of the time goes into 257 Python processes on two cores finding each other.
+    assert run(body, ranks, timeout=300, op_timeout=240) == [[True] * 3] * ranks
