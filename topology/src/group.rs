@@ -192,6 +192,10 @@ fn progression(marked: &[bool], wrap: bool) -> Option<Extent> {
         return Some(Extent { start: first, count, stride: 1, wrap: false });
     }
     let stride = places[1] - first;
+    if wrap && count == 2 && length - stride < stride {
+        // Nearer to each other over the end.
+        return Some(Extent { start: places[1], count, stride: length - stride, wrap: false });
+    }
     if places.windows(2).all(|pair| pair[1] - pair[0] == stride) {
         return Some(Extent { start: first, count, stride, wrap: false });
     }

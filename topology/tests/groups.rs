@@ -224,3 +224,13 @@ fn covers_keep_the_shape_where_it_tiles() {
     assert_eq!((&both.groups[0], &both.groups[1]), (&vec![2, 3], &vec![0, 1]));
     assert_eq!(both.filling, Filling::Translated);
 }
+
+#[test]
+fn two_members_over_the_end_of_a_ring_are_neighbours() {
+    let slice = parse("v2:16x2").unwrap();
+    let ranks: Vec<u32> =
+        (0..slice.devices()).filter(|&rank| matches!(slice.device(rank).unwrap().coords, [0 | 15, 0, 0])).collect();
+    let group = classify(&slice, &ranks).unwrap();
+    let x = group.extents.unwrap()[0];
+    assert_eq!((group.kind, x.start, x.count, x.stride), (GroupKind::Line, 15, 2, 1));
+}
