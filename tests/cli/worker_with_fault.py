@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 import threading
+import traceback
 from datetime import timedelta
 from typing import Any
 
@@ -49,4 +50,10 @@ if sys.argv[1] == "-c":
     exec(sys.argv[2])
 else:
     sys.argv = sys.argv[2:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except RuntimeError:
+        # Out at once: gloo, torn down with operations under way, sometimes aborts the process instead.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
