@@ -5,12 +5,14 @@
 //! [`Collective::fingerprint`] is what ranks compare to find out that they called different things.
 
 pub mod dtype;
+mod keep;
 pub mod layout;
 pub mod op;
 pub mod reduction;
 mod validate;
 
 pub use dtype::DType;
+pub use keep::Keep;
 pub use layout::{Layout, MAX_DIMS};
 pub use op::{Blocks, Collective, Kind, Part, Tensor};
 pub use reduction::Reduction;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use podring_collective::Invalid;
 use podring_fabric::error::{Failure, HubError};
 use podring_fabric::hub::BadSetting;
+use podring_ici::engine::Failure as Of;
 
 use crate::store::StoreError;
 
@@ -29,6 +30,31 @@ pub enum Error {
         /// Why.
         failure: Arc<Failure>,
     },
+    /// The same of an operation on devices.
+    #[error("{failure} [group {group}, rank {rank}]")]
+    Device {
+        /// The group's name.
+        group: String,
+        /// This rank.
+        rank: u32,
+        /// Why.
+        failure: Arc<podring_ici::engine::Failure>,
+    },
+    /// The group has no devices.
+    #[error("{op} of device buffers, but {why} [group {group}, rank {rank}]")]
+    NoDevices {
+        /// The operation's name.
+        op: &'static str,
+        /// Why not.
+        why: &'static str,
+        /// The group's name.
+        group: String,
+        /// This rank.
+        rank: u32,
+    },
+    /// The group's devices can't be used.
+    #[error(transparent)]
+    Devices(#[from] crate::engine::DeviceError),
     /// A wait with a time limit of its own ended before the operation, which is still under way.
     #[error(
         "wait on {op}, seq {seq}, timed out after {after_ms} ms; the operation is still under way [group {group}, rank {rank}]"
@@ -182,6 +208,16 @@ impl Error {
                 Failure::Aborted { .. } => Kind::Aborted,
                 Failure::Internal { .. } => Kind::Internal,
             },
+            Error::Device { failure, .. } => match **failure {
+                Of::Timeout { .. } => Kind::Timeout,
+                Of::Mismatch { .. } => Kind::Mismatch,
+                Of::Left { .. } => Kind::PeerLost,
+                Of::Aborted { .. } => Kind::Aborted,
+                Of::Unsupported { .. } | Of::Plugin { doing: "compiling", .. } => Kind::Unsupported,
+                Of::Plugin { .. } => Kind::Internal,
+            },
+            Error::NoDevices { .. } => Kind::Unsupported,
+            Error::Devices(_) => Kind::Invalid,
             Error::WaitTimeout { .. } | Error::Missing { .. } | Error::Barrier { .. } => Kind::Timeout,
             Error::Disagree { .. } => Kind::Mismatch,
             Error::Store { .. } => Kind::Store,

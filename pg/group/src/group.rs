@@ -8,7 +8,11 @@ use parking_lot::Mutex;
 use podring_collective::{Collective, Kind as Op};
 use podring_fabric::error::Failure;
 use podring_fabric::hub::{Call, Callback, ChannelSpec, Keep, State, Ticket, Waited};
+use podring_ici::engine::Times;
+use podring_ici::pjrt::Buffer;
+use smallvec::SmallVec;
 
+use crate::engine::{Broken, DeviceCall, Engine, Opening, Operation};
 use crate::error::Error;
 use crate::membership::StoreMembership;
 use crate::runtime::{Process, Runtime};
@@ -48,6 +52,8 @@ pub(crate) struct Inner {
     next: StdMutex<u64>,
     /// The next point-to-point operation's number, for messages only.
     direct: AtomicU64,
+    /// What runs collectives on devices, if the group has them, and its next collective's number.
+    devices: Option<(Box<dyn Engine>, StdMutex<u64>)>,
     /// Monitored barriers: how many this rank came to; on rank 0, how many of each rank's it has counted.
     pub(crate) arrivals: StdMutex<Vec<u64>>,
     closed: AtomicBool,
@@ -99,6 +105,23 @@ impl ProcessGroup {
         };
         let id = channel(world.id, &name, epoch);
         process.hub.open(ChannelSpec { id, name: name.clone(), me: rank, members: world.members.clone() })?;
+        let devices = match &process.devices {
+            None => None,
+            Some(devices) => {
+                let everybody: Vec<u32> = (0..size).collect();
+                let opened = devices.open(&Opening {
+                    process: &process,
+                    channel: id,
+                    name: &name,
+                    me: rank,
+                    global: global_ranks.as_deref().unwrap_or(&everybody),
+                    whole: global_ranks.is_none(),
+                    world: &world,
+                    epoch,
+                });
+                opened.inspect_err(|_| process.hub.close(id))?.map(|engine| (engine, StdMutex::new(0)))
+            }
+        };
         let membership = Box::new(StoreMembership::new(store.clone(), id, epoch));
         let watched = Arc::new(Watched { channel: id, membership, told: Mutex::new(size < 2) });
         process.watchdog.watch(&process.hub, &watched);
@@ -112,6 +135,7 @@ impl ProcessGroup {
             timeout_ms: AtomicU64::new(millis(timeout)),
             next: StdMutex::new(0),
             direct: AtomicU64::new(0),
+            devices,
             arrivals: StdMutex::new(vec![0; size as usize]),
             closed: AtomicBool::new(false),
             store,
@@ -141,16 +165,26 @@ impl ProcessGroup {
 
     /// Collectives posted so far.
     pub fn sequence(&self) -> u64 {
-        *self.0.next.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        let read = |next: &StdMutex<u64>| *next.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        read(&self.0.next) + self.0.devices.as_ref().map_or(0, |(_, next)| read(next))
     }
 
     fn failed(&self, failure: Arc<Failure>) -> Error {
         Error::Failed { group: self.0.name.clone(), rank: self.0.rank, failure }
     }
 
+    fn broken(&self, broken: Broken) -> Error {
+        match broken {
+            Broken::Host(failure) => self.failed(failure),
+            Broken::Device(failure) => Error::Device { group: self.0.name.clone(), rank: self.0.rank, failure },
+        }
+    }
+
     /// Why the group is broken, if it is.
     pub fn error(&self) -> Option<Error> {
-        self.0.process.hub.failure(self.0.channel).map(|failure| self.failed(failure))
+        let host = self.0.process.hub.failure(self.0.channel).map(|failure| self.failed(failure));
+        let device = || self.0.devices.as_ref().and_then(|(engine, _)| engine.broken());
+        host.or_else(|| device().map(|broken| self.broken(broken)))
     }
 
     /// Memory the process holds for all its groups, in bytes, by kind.
@@ -186,13 +220,60 @@ impl ProcessGroup {
             *next += 1;
             ticket
         };
-        Ok(Work { group: self.clone(), op, ticket: Some(ticket) })
+        Ok(Work { group: self.clone(), op, posted: Some(Posted::Host(ticket)) })
+    }
+
+    /// Starts an operation on the group's devices; waits for nobody. A group whose members are unevenly spread over
+    /// slices has no program: its tensors go over the hosts' network.
+    pub fn post_device(&self, call: DeviceCall) -> Result<Work, Error> {
+        let inner = &self.0;
+        inner.process.hub.check_fork()?;
+        let op = call.collective.kind;
+        let Some((engine, next)) = &inner.devices else {
+            let refused = |why| Error::NoDevices { op: op.name(), why, group: inner.name.clone(), rank: inner.rank };
+            if inner.process.devices.is_none() {
+                return Err(refused("this rank has no device"));
+            }
+            if call.inputs.is_some() {
+                return Err(refused("no program joins the group's devices, which are unevenly spread over slices"));
+            }
+            return self.post(call.collective, call.keep, call.timeout, false);
+        };
+        call.collective.validate(inner.rank, inner.size).map_err(|source| Error::Invalid { rank: inner.rank, source })?;
+        if inner.closed.load(Ordering::Relaxed) {
+            let why = format!("{} after destroy_process_group", op.name());
+            return Err(self.failed(Arc::new(Failure::Aborted { by: None, why })));
+        }
+        let timeout = call.timeout.unwrap_or_else(|| self.timeout());
+        let operation = if op.is_point_to_point() {
+            engine.post(inner.direct.fetch_add(1, Ordering::Relaxed), call, timeout)
+        } else {
+            let seq = {
+                let mut next = next.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                *next += 1;
+                *next - 1
+            };
+            engine.post(seq, call, timeout)
+        };
+        Ok(Work { group: self.clone(), op, posted: Some(Posted::Device(operation)) })
+    }
+
+    /// Compiles the programs of calls ahead of time, which need not be posted as they are: one program serves all calls
+    /// of its size class. `progress` is told how many are ready, before the first and after each.
+    pub fn warm(&self, calls: &[Collective], mut progress: impl FnMut(usize, usize)) -> Result<(), Error> {
+        match &self.0.devices {
+            Some((engine, _)) => engine.warm(calls, &mut progress).map_err(|broken| self.broken(broken)),
+            None => Ok(()),
+        }
     }
 
     /// Fails everything under way and to come, on all members.
     pub fn abort(&self, why: &str) {
         let failure = Failure::Aborted { by: Some(self.0.rank), why: why.to_owned() };
         self.0.process.hub.fail(self.0.channel, failure);
+        if let Some((engine, _)) = &self.0.devices {
+            engine.fail(self.0.rank, why);
+        }
     }
 
     /// The orderly end of this rank's part: waits a while for what is under way, then closes.
@@ -202,8 +283,9 @@ impl ProcessGroup {
             return;
         }
         let end = Instant::now() + LINGER.min(self.timeout());
-        while inner.process.hub.pending(inner.channel) > 0
-            && inner.process.hub.failure(inner.channel).is_none()
+        let on_devices = || inner.devices.as_ref().map_or(0, |(engine, _)| engine.pending());
+        while inner.process.hub.pending(inner.channel) + on_devices() > 0
+            && self.error().is_none()
             && Instant::now() < end
         {
             std::thread::sleep(Duration::from_millis(1));
@@ -230,33 +312,42 @@ pub(crate) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// An operation at its engine.
+enum Posted {
+    Host(Arc<Ticket>),
+    Device(Arc<dyn Operation>),
+}
+
 /// An operation under way or ended.
 pub struct Work {
     group: ProcessGroup,
     op: Op,
-    ticket: Option<Arc<Ticket>>,
+    posted: Option<Posted>,
 }
 
 impl Work {
-    fn ticket(&self) -> &Arc<Ticket> {
-        match &self.ticket {
-            Some(ticket) => ticket,
+    fn posted(&self) -> &Posted {
+        match &self.posted {
+            Some(posted) => posted,
             // Taken only in drop.
             None => unreachable!("work used after drop"),
         }
     }
 
     /// Works on it until it has ended. With a limit, gives up after that long and leaves it under way.
-    pub fn wait(&self, limit: Option<Duration>, interrupted: impl FnMut() -> bool) -> Result<(), Error> {
-        let ticket = self.ticket();
-        match self.group.0.process.hub.wait(ticket, limit, interrupted) {
+    pub fn wait(&self, limit: Option<Duration>, mut interrupted: impl FnMut() -> bool) -> Result<(), Error> {
+        let waited = match self.posted() {
+            Posted::Host(ticket) => self.group.0.process.hub.wait(ticket, limit, interrupted),
+            Posted::Device(operation) => operation.wait(limit, &mut interrupted),
+        };
+        match waited {
             Waited::Ended => self.error().map_or(Ok(()), Err),
             Waited::Interrupted => Err(Error::Interrupted),
             Waited::TimedOut => {
                 self.group.0.process.hub.check_fork()?;
                 Err(Error::WaitTimeout {
                     op: self.op.name(),
-                    seq: ticket.seq(),
+                    seq: self.sequence(),
                     after_ms: limit.map_or(0, millis),
                     group: self.group.0.name.clone(),
                     rank: self.group.0.rank,
@@ -267,38 +358,76 @@ impl Work {
 
     /// How far it is.
     pub fn state(&self) -> State {
-        self.ticket().state()
+        match self.posted() {
+            Posted::Host(ticket) => ticket.state(),
+            Posted::Device(operation) => operation.state(),
+        }
     }
 
     /// Why it failed, if it did.
     pub fn error(&self) -> Option<Error> {
-        self.ticket().failure().map(|failure| self.group.failed(failure))
+        match self.posted() {
+            Posted::Host(ticket) => ticket.failure().map(|failure| self.group.failed(failure)),
+            Posted::Device(operation) => operation.broken().map(|broken| self.group.broken(broken)),
+        }
     }
 
-    /// Its number in the group; for point-to-point, among those.
+    /// Its number in the group, among those of its engine; for point-to-point, among those.
     pub fn sequence(&self) -> u64 {
-        self.ticket().seq()
+        match self.posted() {
+            Posted::Host(ticket) => ticket.seq(),
+            Posted::Device(operation) => operation.seq(),
+        }
     }
 
     /// A number no other work of this process has.
     pub fn key(&self) -> u64 {
-        self.ticket().key()
+        match self.posted() {
+            Posted::Host(ticket) => ticket.key(),
+            Posted::Device(operation) => operation.key(),
+        }
     }
 
     /// Its deadline, from the call on.
     pub fn timeout(&self) -> Duration {
-        self.ticket().timeout()
+        match self.posted() {
+            Posted::Host(ticket) => ticket.timeout(),
+            Posted::Device(operation) => operation.timeout(),
+        }
     }
 
     /// Whom a receive got its message from.
     pub fn source(&self) -> Option<u32> {
-        self.ticket().source()
+        match self.posted() {
+            Posted::Host(ticket) => ticket.source(),
+            Posted::Device(operation) => operation.source(),
+        }
     }
 
     /// Calls `callback` once when it has ended: at once if it has, else on the callback pool.
     pub fn on_end(&self, callback: Callback) {
-        if let Some(callback) = self.ticket().on_end(callback) {
+        let back = match self.posted() {
+            Posted::Host(ticket) => ticket.on_end(callback),
+            Posted::Device(operation) => operation.on_end(callback),
+        };
+        if let Some(callback) = back {
             callback();
+        }
+    }
+
+    /// The results of an operation on device buffers, once it is done: one buffer per part.
+    pub fn take_outputs(&self) -> SmallVec<[Buffer; 1]> {
+        match self.posted() {
+            Posted::Host(_) => SmallVec::new(),
+            Posted::Device(operation) => operation.take_outputs(),
+        }
+    }
+
+    /// When what happened, for an operation on devices.
+    pub fn times(&self) -> Option<Times> {
+        match self.posted() {
+            Posted::Host(_) => None,
+            Posted::Device(operation) => operation.times(),
         }
     }
 
@@ -310,7 +439,7 @@ impl Work {
 
 impl Drop for Work {
     fn drop(&mut self) {
-        if let Some(ticket) = self.ticket.take() {
+        if let Some(Posted::Host(ticket)) = self.posted.take() {
             self.group.0.process.hub.recycle(ticket);
         }
     }

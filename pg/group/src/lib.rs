@@ -1,5 +1,6 @@
 //! Process groups over the engines: who is in one, what is called when, and what happens when something breaks.
 
+pub mod engine;
 mod error;
 mod group;
 mod membership;

@@ -9,6 +9,7 @@ use podring_fabric::fork;
 use podring_fabric::hub::{self, Hub};
 use rustc_hash::FxHashMap;
 
+use crate::engine::Devices;
 use crate::error::Error;
 use crate::watchdog::Watchdog;
 use crate::world::Current;
@@ -23,6 +24,8 @@ pub(crate) struct Process {
     pub current: Mutex<Current>,
     /// How often a group of each name was made.
     pub epochs: Mutex<FxHashMap<String, u64>>,
+    /// The job's devices, if this rank has one.
+    pub devices: Option<Devices>,
     generation: u32,
 }
 
@@ -35,11 +38,17 @@ static MAKING: AtomicU32 = AtomicU32::new(u32::MAX);
 impl Runtime {
     /// A runtime of its own, apart from the process's. Several may live in one process, as ranks that don't know of it.
     pub fn start(config: hub::Config) -> Result<Runtime, Error> {
+        Self::start_on(config, None)
+    }
+
+    /// The same for a rank that has a device: its groups have a device engine beside the fabric.
+    pub fn start_on(config: hub::Config, devices: Option<Devices>) -> Result<Runtime, Error> {
         Ok(Runtime(Arc::new(Process {
             hub: Hub::start(config)?,
             watchdog: Arc::new(Watchdog::default()),
             current: Mutex::new(Current::default()),
             epochs: Mutex::new(FxHashMap::default()),
+            devices,
             generation: fork::generation(),
         })))
     }

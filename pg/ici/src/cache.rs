@@ -4,11 +4,14 @@
 //! and renamed, so that a reader sees a whole file or none; each carries a checksum of its contents. A damaged file is
 //! compiled again, with a warning. The checksum guards against accidents, not against people: plugins run what a file
 //! says, so that a directory which others may write to is not used.
+//!
+//! With a [`Share`], one machine of a job compiles a program and the others get it, if it comes in time. What travels is
+//! as trustworthy as what it travels through.
 
 use std::{
     collections::HashMap,
     env, fs, io,
-    io::Write as _,
+    io::{Read as _, Seek as _, Write as _},
     os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     sync::{
@@ -22,7 +25,7 @@ use parking_lot::Mutex;
 use sha2::{Digest as _, Sha256};
 
 use crate::{
-    pjrt::{Client, CompileOptions, Loaded, PjrtError},
+    pjrt::{Client, CompileOptions, Loaded, PjrtError, Value},
     program::Program,
 };
 
@@ -106,25 +109,17 @@ impl Disk {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error.to_string()),
         };
-        let head = MAGIC.len() + 32;
-        if bytes.len() < head || &bytes[..MAGIC.len()] != MAGIC {
-            return Err("not a file of this cache".to_owned());
-        }
-        if Sha256::digest(&bytes[head..])[..] != bytes[MAGIC.len()..head] {
-            return Err("its checksum is wrong".to_owned());
-        }
+        let program = unwrap(&bytes)?.to_vec();
         // Used just now: the oldest is what goes first.
         if let Ok(opened) = fs::File::open(&file) {
             let _ = opened.set_modified(SystemTime::now());
         }
-        Ok(Some(bytes[head..].to_vec()))
+        Ok(Some(program))
     }
 
     fn write(&self, key: &Key, program: &[u8]) -> io::Result<()> {
         let mut file = tempfile::NamedTempFile::new_in(&self.directory)?;
-        file.write_all(MAGIC)?;
-        file.write_all(&Sha256::digest(program))?;
-        file.write_all(program)?;
+        file.write_all(&wrap(program))?;
         file.persist(self.file(key)).map_err(|error| error.error)?;
         self.shrink()
     }
@@ -154,6 +149,44 @@ impl Disk {
     }
 }
 
+/// A program with what tells that it is whole.
+fn wrap(program: &[u8]) -> Vec<u8> {
+    [&MAGIC[..], &Sha256::digest(program), program].concat()
+}
+
+/// The inverse of [`wrap`], or what is wrong.
+fn unwrap(bytes: &[u8]) -> Result<&[u8], String> {
+    let head = MAGIC.len() + 32;
+    if bytes.len() < head || &bytes[..MAGIC.len()] != MAGIC {
+        return Err("not a program of this cache".to_owned());
+    }
+    if Sha256::digest(&bytes[head..])[..] != bytes[MAGIC.len()..head] {
+        return Err("its checksum is wrong".to_owned());
+    }
+    Ok(&bytes[head..])
+}
+
+/// What became of a program that another machine was to compile.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fetched {
+    /// It is here.
+    Program(Vec<u8>),
+    /// That machine could not compile or save it.
+    Failed,
+    /// It has not come in time.
+    Late,
+}
+
+/// The place where the machines of a job hand each other compiled programs.
+pub trait Share: Send + Sync {
+    /// Whether this machine is to compile the program: the first that asks is.
+    fn claim(&self, key: &str) -> Result<bool, String>;
+    /// Hands a program to the others; none if there is none to hand.
+    fn publish(&self, key: &str, program: Option<&[u8]>) -> Result<(), String>;
+    /// Waits, for a bounded time, for what another machine publishes.
+    fn fetch(&self, key: &str) -> Result<Fetched, String>;
+}
+
 /// What a compiled program is known by.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key([u8; 32]);
@@ -171,9 +204,11 @@ pub struct Counts {
     pub compiled: u64,
     /// Loaded from a file.
     pub loaded: u64,
+    /// Compiled by another machine of the job.
+    pub received: u64,
     /// In memory already.
     pub hits: u64,
-    /// Files that were damaged or couldn't be loaded.
+    /// Files, or programs of others, that were damaged or couldn't be loaded.
     pub damaged: u64,
 }
 
@@ -184,10 +219,15 @@ pub struct Cache {
     client: Client,
     /// What a key holds beside the program: the plugin's identity.
     plugin: Vec<u8>,
+    /// The same without what differs between hosts.
+    anywhere: Vec<u8>,
+    overrides: Vec<(String, Value)>,
+    share: Option<Arc<dyn Share>>,
     memory: Mutex<HashMap<Key, Slot>>,
     disk: Option<Disk>,
     compiled: AtomicU64,
     loaded: AtomicU64,
+    received: AtomicU64,
     hits: AtomicU64,
     damaged: AtomicU64,
 }
@@ -195,18 +235,33 @@ pub struct Cache {
 impl Cache {
     /// An empty cache over a client, with or without files.
     pub fn new(client: Client, disk: Option<Disk>) -> Result<Cache, PjrtError> {
-        let plugin = identity(&client)?;
+        let (plugin, anywhere) = identity(&client)?;
         let count = || AtomicU64::new(0);
         Ok(Cache {
             client,
             plugin,
+            anywhere,
+            overrides: Vec::new(),
+            share: None,
             memory: Mutex::default(),
             disk,
             compiled: count(),
             loaded: count(),
+            received: count(),
             hits: count(),
             damaged: count(),
         })
+    }
+
+    /// With XLA's options for every compile, and with the job's other machines.
+    pub fn with(mut self, overrides: Vec<(String, Value)>, share: Option<Arc<dyn Share>>) -> Cache {
+        let options = format!("{overrides:?}");
+        if !overrides.is_empty() {
+            self.plugin.extend_from_slice(options.as_bytes());
+            self.anywhere.extend_from_slice(options.as_bytes());
+        }
+        (self.overrides, self.share) = (overrides, share);
+        self
     }
 
     /// How programs were come by so far.
@@ -215,6 +270,7 @@ impl Cache {
         Counts {
             compiled: read(&self.compiled),
             loaded: read(&self.loaded),
+            received: read(&self.received),
             hits: read(&self.hits),
             damaged: read(&self.damaged),
         }
@@ -222,7 +278,7 @@ impl Cache {
 
     /// The program on these devices. Compiled once however many threads ask: the others wait for the first.
     pub fn get(&self, program: &Program, devices: &[i64]) -> Result<Arc<Loaded>, PjrtError> {
-        let key = self.key(program, devices);
+        let key = key(&self.plugin, program, devices);
         let slot = self.memory.lock().entry(key).or_default().clone();
         let mut slot = slot.lock();
         if let Some(loaded) = &*slot {
@@ -231,7 +287,22 @@ impl Cache {
         }
         let loaded = match self.on_disk(&key) {
             Some(loaded) => loaded,
-            None => self.compile(&key, program, devices)?,
+            None => match self.from_others(program, devices) {
+                Turn::Received(loaded, bytes) => {
+                    self.keep(&key, &bytes);
+                    *loaded
+                }
+                Turn::Mine(shared) => {
+                    let compiled = self.compile(program, devices);
+                    let bytes = compiled.as_ref().ok().and_then(|loaded| self.save(&key, loaded, shared.is_some()));
+                    if let (Some(share), Some(name)) = (&self.share, &shared)
+                        && let Err(error) = share.publish(name, bytes.as_deref().map(wrap).as_deref())
+                    {
+                        tracing::warn!(error, "a compiled program was not shared");
+                    }
+                    compiled?
+                }
+            },
         };
         let loaded = Arc::new(loaded);
         *slot = Some(loaded.clone());
@@ -251,17 +322,6 @@ impl Cache {
             progress(index + 1, total);
         }
         Ok(())
-    }
-
-    fn key(&self, program: &Program, devices: &[i64]) -> Key {
-        let mut hash = Sha256::new();
-        hash.update(&self.plugin);
-        for device in devices {
-            hash.update(device.to_le_bytes());
-        }
-        hash.update(b"\0text\0");
-        hash.update(program.text.as_bytes());
-        Key(hash.finalize().into())
     }
 
     fn on_disk(&self, key: &Key) -> Option<Loaded> {
@@ -293,37 +353,129 @@ impl Cache {
         }
     }
 
-    fn compile(&self, key: &Key, program: &Program, devices: &[i64]) -> Result<Loaded, PjrtError> {
-        let loaded = self.client.compile(&program.text, &CompileOptions::on(devices.iter().copied()))?;
+    /// Another machine's program, or this one's turn to compile it (with the name to publish it under, if any).
+    fn from_others(&self, program: &Program, devices: &[i64]) -> Turn {
+        let Some(share) = &self.share else { return Turn::Mine(None) };
+        let name = key(&self.anywhere, program, devices).to_string();
+        let alone = |what: &str| {
+            tracing::warn!("a program is compiled here, though another machine was to do it: {what}");
+            Turn::Mine(None)
+        };
+        match share.claim(&name) {
+            Ok(true) => return Turn::Mine(Some(name)),
+            Ok(false) => {}
+            Err(error) => return alone(&error),
+        }
+        let bytes = match share.fetch(&name) {
+            Ok(Fetched::Program(bytes)) => bytes,
+            Ok(Fetched::Failed) => return alone("it could not"),
+            Ok(Fetched::Late) => return alone("it has not in time"),
+            Err(error) => return alone(&error),
+        };
+        let damaged = |what: &str| {
+            self.damaged.fetch_add(1, Ordering::Relaxed);
+            alone(what)
+        };
+        let program = match unwrap(&bytes) {
+            Ok(program) => program,
+            Err(what) => return damaged(&what),
+        };
+        // SAFETY: from a member of this job, of this very plugin, program and machine by its name, and whole.
+        match unsafe { self.client.deserialize(program, None) } {
+            Ok(loaded) => {
+                self.received.fetch_add(1, Ordering::Relaxed);
+                Turn::Received(Box::new(loaded), program.to_vec())
+            }
+            Err(error) => damaged(&error.to_string()),
+        }
+    }
+
+    fn compile(&self, program: &Program, devices: &[i64]) -> Result<Loaded, PjrtError> {
+        let mut options = CompileOptions::on(devices.iter().copied());
+        options.overrides.clone_from(&self.overrides);
+        let loaded = self.client.compile(&program.text, &options)?;
         self.compiled.fetch_add(1, Ordering::Relaxed);
-        if let Some(disk) = &self.disk {
-            // A program that can't be kept is no reason not to run it.
-            match loaded.executable().serialize() {
-                Ok(bytes) => {
-                    if let Err(error) = disk.write(key, &bytes) {
-                        tracing::warn!(%error, directory = %disk.directory.display(), "a program was not kept");
-                    }
-                }
-                Err(error) => tracing::warn!(%error, "a program can't be kept"),
+        Ok(loaded)
+    }
+
+    /// Writes a program to its file, if there are files; returns its bytes if they are wanted or there are.
+    fn save(&self, key: &Key, loaded: &Loaded, wanted: bool) -> Option<Vec<u8>> {
+        if !wanted && self.disk.is_none() {
+            return None;
+        }
+        // A program that can't be kept is no reason not to run it.
+        match loaded.executable().serialize() {
+            Ok(bytes) => {
+                self.keep(key, &bytes);
+                Some(bytes)
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a program can't be kept");
+                None
             }
         }
-        Ok(loaded)
+    }
+
+    fn keep(&self, key: &Key, bytes: &[u8]) {
+        if let Some(disk) = &self.disk
+            && let Err(error) = disk.write(key, bytes)
+        {
+            tracing::warn!(%error, directory = %disk.directory.display(), "a program was not kept");
+        }
     }
 }
 
+/// Who compiles.
+enum Turn {
+    Received(Box<Loaded>, Vec<u8>),
+    Mine(Option<String>),
+}
+
+fn key(plugin: &[u8], program: &Program, devices: &[i64]) -> Key {
+    let mut hash = Sha256::new();
+    hash.update(plugin);
+    for device in devices {
+        hash.update(device.to_le_bytes());
+    }
+    hash.update(b"\0text\0");
+    hash.update(program.text.as_bytes());
+    Key(hash.finalize().into())
+}
+
 /// What must be the same for a compiled program to be of use: the plugin's build, its interface, the platform, and for
-/// machine code the processor.
-fn identity(client: &Client) -> Result<Vec<u8>, PjrtError> {
+/// machine code the processor. First for this host's files, then for any host: the time of the plugin's file is when it
+/// was installed.
+fn identity(client: &Client) -> Result<(Vec<u8>, Vec<u8>), PjrtError> {
     let plugin = client.plugin();
     let mut text = format!("{:?} {} {}", plugin.version(), client.platform()?, client.platform_version()?);
-    // A CPU plugin's version says nothing of its build; its file does.
-    if let Ok(metadata) = fs::metadata(plugin.file()) {
-        text += &format!(" {} {}.{}", metadata.len(), metadata.mtime(), metadata.mtime_nsec());
-    }
     text += &format!(" {} {}", env::consts::ARCH, client.devices().len());
     let processor = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     text.extend(processor.lines().find(|line| line.starts_with("flags") || line.starts_with("Features")));
-    Ok(text.into_bytes())
+    // A CPU plugin's version says nothing of its build; its file does.
+    text += &ends(plugin.file());
+    let mut here = text.clone();
+    if let Ok(metadata) = fs::metadata(plugin.file()) {
+        here += &format!(" {}.{}", metadata.mtime(), metadata.mtime_nsec());
+    }
+    Ok((here.into_bytes(), text.into_bytes()))
+}
+
+/// A file's length, and a digest of its beginning (which has a build's id) and its end.
+fn ends(file: &Path) -> String {
+    const PIECE: u64 = 64 << 10;
+    let read = || -> io::Result<String> {
+        let mut file = fs::File::open(file)?;
+        let length = file.metadata()?.len();
+        let mut hash = Sha256::new();
+        for start in [0, length.saturating_sub(PIECE)] {
+            let mut piece = Vec::new();
+            file.seek(io::SeekFrom::Start(start))?;
+            (&file).take(PIECE).read_to_end(&mut piece)?;
+            hash.update(&piece);
+        }
+        Ok(format!(" {length} {}", Key(hash.finalize().into())))
+    };
+    read().unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 //! This side plans, starts one Python process per rank (`podring._bench_worker`), and turns what they report into
 //! tables, JSON and a picture. It never talks to a backend itself.
 
+mod ici;
 pub(crate) mod op;
 mod rendezvous;
 mod row;
@@ -97,6 +98,7 @@ pub(crate) struct Args {
 #[derive(Debug, clap::Subcommand)]
 enum Other {
     Rendezvous(rendezvous::Args),
+    Ici(ici::Args),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -146,6 +148,8 @@ pub(crate) enum Error {
     Usage(#[from] Usage),
     #[error(transparent)]
     Rendezvous(#[from] rendezvous::Error),
+    #[error(transparent)]
+    Ici(#[from] ici::Error),
     #[error(transparent)]
     Python(#[from] python::Error),
     #[error(transparent)]
@@ -207,8 +211,10 @@ struct Plan<'a> {
 
 /// Runs the command.
 pub(crate) fn run(args: Args) -> Result<i32, Error> {
-    if let Some(Other::Rendezvous(args)) = &args.other {
-        return Ok(rendezvous::run(args)?);
+    match &args.other {
+        Some(Other::Rendezvous(args)) => return Ok(rendezvous::run(args)?),
+        Some(Other::Ici(args)) => return Ok(ici::run(args)?),
+        None => {}
     }
     if let Err(usage) = args.check() {
         terminal::err(&format!("error: {usage}\n\nFor more information, try 'podring bench --help'."));

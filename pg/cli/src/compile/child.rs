@@ -80,7 +80,7 @@ fn command(args: &Args) -> Result<Command, CompileError> {
     command.arg(args.op.map_or("all_reduce", |op| op.name()));
     command.args(["--bytes", &args.bytes.to_string(), "--dtype", args.dtype.name(), "--group", &args.group]);
     command.args(["--redop", &args.redop.name().to_ascii_lowercase()]);
-    for (flag, set) in [("--alone", args.alone), ("--exact", args.exact)] {
+    for (flag, set) in [("--alone", args.alone), ("--exact", args.exact), ("--uneven", args.uneven)] {
         if set {
             command.arg(flag);
         }
@@ -90,7 +90,9 @@ fn command(args: &Args) -> Result<Command, CompileError> {
 
 /// What an error calls the program.
 fn name(args: &Args, job: &Job) -> String {
-    format!("{} of {} {} on {} (group {})", job.op.name(), job.bytes, args.dtype, job.slice, args.group)
+    // All groups of a large slice would fill pages.
+    let group = if args.group.len() > 60 { format!("of {}", job.ranks.len()) } else { args.group.clone() };
+    format!("{} of {} {} on {} (group {group})", job.op.name(), job.bytes, args.dtype, job.slice)
 }
 
 fn describe(status: ExitStatus) -> String {

@@ -39,7 +39,11 @@ impl Job {
         let elements = if whole { count } else { count / u64::from(members) } as usize;
         let reduction = op.reduces().then_some(args.redop);
         let spec = Spec {
-            op: program_op(op, members),
+            op: if args.uneven && op == Op::AllToAll {
+                program::Op::AllToAllUneven { total: count as usize }
+            } else {
+                program_op(op, members)
+            },
             parts: vec![PartSpec { dtype: args.dtype, reduction, elements }],
             groups: launch.groups.clone(),
             backend: Backend::Tpu,
@@ -81,9 +85,10 @@ fn groups(slice: &Slice, text: &str) -> Result<Vec<Vec<u32>>, CompileError> {
         let index = ["x", "y", "z"].iter().position(|name| *name == axis).ok_or_else(wrong)?;
         return lines(slice, index);
     }
-    let ranks: Result<Vec<u32>, CompileError> =
-        text.split(',').map(|part| part.trim().parse().map_err(|_| wrong())).collect();
-    Ok(vec![ranks?])
+    let ranks = |group: &str| -> Result<Vec<u32>, CompileError> {
+        group.split(',').map(|part| part.trim().parse().map_err(|_| wrong())).collect()
+    };
+    text.split('/').map(ranks).collect()
 }
 
 /// Every line along an axis, ordered by coordinate; the devices of a chip are in lines of their own.
@@ -148,6 +153,7 @@ mod tests {
         let slice = parse("v5e:4x4").unwrap();
         assert_eq!(groups(&slice, "all").unwrap()[0].len(), 16);
         assert_eq!(groups(&slice, "0, 3,5").unwrap(), [[0, 3, 5]]);
+        assert_eq!(groups(&slice, "0,1/3,2").unwrap(), [[0, 1], [3, 2]]);
         let lines = groups(&slice, "axis:y").unwrap();
         assert_eq!(lines.len(), 4);
         for line in &lines {

@@ -5,6 +5,7 @@
 
 mod child;
 mod job;
+mod plan;
 mod table;
 
 use std::path::PathBuf;
@@ -27,16 +28,19 @@ const ANSWER: &str = "PODRING_COMPILE_ANSWER";
   podring compile v5e:4x4 all_reduce --bytes 64M --dtype bf16
   podring compile v5p:8x8x8 reduce_scatter --bytes 64M --dtype bf16 --group axis:x --json
   podring compile v5e:4x4 all_gather --bytes 1M --group 0,3,5,10 --alone
+  podring compile v5e:4x4 all_to_all --uneven --bytes 64M
   podring compile --table
+  podring compile --plan examples/train.toml
 
 Bytes are nccl-tests' convention: the whole buffer per rank (all_gather's output, reduce_scatter's input).
-Ranks are positions in libtpu's list of devices (podring topo SLICE --devices).")]
+Ranks are positions in libtpu's list of devices (podring topo SLICE --devices); groups that run at once are
+separated by slashes (0,1/2,3). docs/ici.md says what a plan holds.")]
 pub(crate) struct Args {
     /// Slice, as podring topo reads it: "v5e:4x4", "v5p:4x4x8_twisted", "v5litepod-16"
-    #[arg(required_unless_present = "table")]
+    #[arg(required_unless_present_any = ["table", "plan"])]
     slice: Option<String>,
     /// Operation
-    #[arg(required_unless_present = "table")]
+    #[arg(required_unless_present_any = ["table", "plan"])]
     op: Option<Op>,
     /// Bytes of the whole buffer of a rank: 4096, 64M
     #[arg(long, default_value = "64M", value_parser = crate::topo::args::bytes)]
@@ -47,7 +51,7 @@ pub(crate) struct Args {
     /// Reduction, where there is one
     #[arg(long, default_value = "sum", value_parser = parse_redop)]
     redop: Reduction,
-    /// Group: "all", "axis:x" (every line along an axis), or ranks ("0,3,5")
+    /// Group: "all", "axis:x" (every line along an axis), or ranks ("0,3,5", "0,1/2,3")
     #[arg(long, default_value = "all")]
     group: String,
     /// Only the group's members call: nobody else launches the program
@@ -56,6 +60,9 @@ pub(crate) struct Args {
     /// Sum 16-bit floats in f32 and round once
     #[arg(long)]
     exact: bool,
+    /// all_to_all whose blocks differ in size: where they start is an operand
+    #[arg(long)]
+    uneven: bool,
     /// Seconds that a compile may take
     #[arg(long, default_value_t = 120)]
     timeout: u64,
@@ -71,6 +78,9 @@ pub(crate) struct Args {
     /// Compile a table of slices and operations, as in docs/ici.md
     #[arg(long)]
     table: bool,
+    /// Compile every program that a mesh and a model will need, as this file says
+    #[arg(long, value_name = "FILE.toml", conflicts_with_all = ["table", "slice", "op"])]
+    plan: Option<PathBuf>,
 }
 
 /// What can go wrong.
@@ -98,6 +108,10 @@ pub(crate) enum CompileError {
     TooLarge { program: String, mebibytes: u64 },
     #[error("{program}: libtpu ended its process ({status}); its last words: {words}")]
     Died { program: String, status: String, words: String },
+    #[error("plan {file}: {reason}")]
+    PlanFile { file: String, reason: String },
+    #[error("{failed} of {programs} programs could not be compiled")]
+    Some { failed: usize, programs: usize },
     #[error("{what}: {error}")]
     Io { what: &'static str, error: std::io::Error },
 }
@@ -110,6 +124,9 @@ pub(crate) fn run(args: Args) -> Result<i32, CompileError> {
     }
     if args.table {
         return table::run(&args);
+    }
+    if let Some(file) = &args.plan {
+        return plan::run(&args, file);
     }
     let job = Job::of(&args)?;
     if let Some(file) = &args.mlir {

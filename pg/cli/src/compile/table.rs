@@ -31,16 +31,21 @@ pub(super) fn run(args: &Args) -> Result<i32, CompileError> {
         .iter()
         .flat_map(|slice| OPS.iter().map(move |op| (slice, op)))
         .chain(LARGE.iter().flat_map(|slice| OPS[..2].iter().map(move |op| (slice, op))));
-    for (slice, (op, group)) in rows {
+    let total = SMALL.len() * OPS.len() + LARGE.len() * 2;
+    let mut progress = terminal::Progress::new();
+    for (index, (slice, (op, group))) in rows.enumerate() {
+        progress.show(&format!("{}/{total} {op} on {slice}, {group}", index + 1));
         let one = Args {
             slice: Some((*slice).to_owned()),
             op: Op::from_str(op, false).ok(),
             group: (*group).to_owned(),
             mlir: None,
+            plan: None,
             table: false,
             ..*args
         };
         let outcome = Job::of(&one).and_then(|job| child::compile(&one, &job));
+        progress.clear();
         match outcome {
             Ok(report) => terminal::out(&row(&report)),
             Err(error) => {

@@ -215,6 +215,17 @@ impl Buffer {
         Ok(args.is_deleted)
     }
 
+    /// Where it lies, for plugins whose devices are this machine's CPUs.
+    ///
+    /// # Safety
+    /// The memory is the plugin's: it may be read once the buffer is computed, as long as the buffer is alive and not
+    /// donated, and only if the devices' memory is this process's.
+    pub(crate) unsafe fn address(&self) -> Result<*const u8, PjrtError> {
+        let mut args = sys::BufferDataPointer { buffer: self.raw, ..Default::default() };
+        self.client.plugin.call(&mut args)?;
+        Ok(args.pointer.cast_const().cast())
+    }
+
     /// Waits until the buffer is computed, then copies it to `out`, dense and row-major.
     pub fn read(&self, out: &mut [u8]) -> Result<(), PjrtError> {
         let dims = self.dims()?;
@@ -279,12 +290,63 @@ impl Event {
         Ok(args.is_ready)
     }
 
+    /// Calls `target` once when it has happened: at once on this thread, or later on one of the plugin's, which must not be
+    /// kept. An event that can't be subscribed to is an error; then nothing is called.
+    pub fn on_ready<T: OnReady>(&self, target: Arc<T>) -> Result<(), PjrtError> {
+        if self.raw.is_null() {
+            target.ready(Ok(()));
+            return Ok(());
+        }
+        let user_arg = Arc::into_raw(target).cast_mut().cast::<c_void>();
+        let mut args = sys::EventOnReady {
+            event: self.raw,
+            callback: Some(trampoline::<T>),
+            user_arg,
+            ..Default::default()
+        };
+        let outcome = self.plugin.call(&mut args);
+        if outcome.is_err() {
+            // SAFETY: the plugin refused: it will not call, so that the reference is still ours.
+            drop(unsafe { Arc::from_raw(user_arg.cast::<T>()) });
+        }
+        outcome
+    }
+
     /// Waits for it; its error is the error of what it stands for.
     pub fn wait(&self) -> Result<(), PjrtError> {
         if self.raw.is_null() {
             return Ok(());
         }
         self.plugin.call(&mut sys::EventAwait { event: self.raw, ..Default::default() })
+    }
+}
+
+/// Who is told that an event has happened.
+pub trait OnReady: Send + Sync + 'static {
+    /// The plugin, for reading its errors.
+    fn plugin(&self) -> Option<&Arc<Plugin>>;
+    /// It has happened, well or not. Runs on a thread of the plugin's: must be quick.
+    fn ready(&self, outcome: Result<(), PjrtError>);
+}
+
+unsafe extern "C" fn trampoline<T: OnReady>(error: Opaque, user_arg: Opaque) {
+    // SAFETY: made by `on_ready` from an Arc<T>; a plugin calls once.
+    let target = unsafe { Arc::from_raw(user_arg.cast_const().cast::<T>()) };
+    // A panic must not reach the plugin's frames.
+    let told = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let outcome = match (error.is_null(), target.plugin()) {
+            (true, _) => Ok(()),
+            (false, Some(plugin)) => Err(plugin.take_error(error, "PJRT_LoadedExecutable_Execute")),
+            (false, None) => Err(PjrtError::Argument {
+                what: "who reads the error",
+                expected: "a plugin".to_owned(),
+                got: "none".to_owned(),
+            }),
+        };
+        target.ready(outcome);
+    }));
+    if told.is_err() {
+        tracing::error!("a panic while an execution's end was told");
     }
 }
 

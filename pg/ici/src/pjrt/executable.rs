@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use prost::Message as _;
+use smallvec::SmallVec;
 
 use super::{
     PjrtError, Plugin,
@@ -252,7 +253,6 @@ impl Loaded {
     ///
     /// With `donate`, arguments that the program marks as reusable are given away and are deleted afterwards.
     pub fn launch(&self, arguments: &[Vec<&Buffer>], donate: bool) -> Result<Launch, PjrtError> {
-        let devices = arguments.len();
         let count = arguments.first().map_or(0, Vec::len);
         if let Some(other) = arguments.iter().find(|list| list.len() != count) {
             return Err(PjrtError::Argument {
@@ -261,13 +261,40 @@ impl Loaded {
                 got: other.len().to_string(),
             });
         }
-        let raw_arguments: Vec<Vec<Opaque>> =
-            arguments.iter().map(|list| list.iter().map(|buffer| buffer.raw).collect()).collect();
-        let argument_lists: Vec<*const Opaque> = raw_arguments.iter().map(Vec::as_ptr).collect();
-        let mut raw_outputs: Vec<Vec<Opaque>> = vec![vec![std::ptr::null_mut(); self.outputs]; devices];
-        let output_lists: Vec<*mut Opaque> = raw_outputs.iter_mut().map(Vec::as_mut_ptr).collect();
-        let mut events: Vec<Opaque> = vec![std::ptr::null_mut(); devices];
-        let keep: Vec<i64> = if donate { Vec::new() } else { (0..count as i64).collect() };
+        let flat: SmallVec<[&Buffer; 32]> = arguments.iter().flatten().copied().collect();
+        let (mut outputs, mut done) = (Vec::new(), Vec::new());
+        self.launch_flat(arguments.len(), &flat, donate, |_, _, buffer| outputs.push(buffer), |_, event| done.push(event))?;
+        let mut outputs = outputs.into_iter();
+        Ok(Launch { outputs: done.iter().map(|_| outputs.by_ref().take(self.outputs).collect()).collect(), done })
+    }
+
+    /// As [`Loaded::launch`], with the arguments of all devices one after another; results go to `output` (device,
+    /// index, buffer) and `done` (device, event), device by device. Allocates nothing for small programs.
+    pub fn launch_flat(
+        &self,
+        devices: usize,
+        arguments: &[&Buffer],
+        donate: bool,
+        mut output: impl FnMut(usize, usize, Buffer),
+        mut done: impl FnMut(usize, Event),
+    ) -> Result<(), PjrtError> {
+        let count = arguments.len() / devices.max(1);
+        if count * devices != arguments.len() {
+            return Err(PjrtError::Argument {
+                what: "arguments",
+                expected: format!("as many for each of {devices} devices"),
+                got: arguments.len().to_string(),
+            });
+        }
+        let raw: SmallVec<[Opaque; 32]> = arguments.iter().map(|buffer| buffer.raw).collect();
+        let lists: SmallVec<[*const Opaque; 16]> = (0..devices).map(|device| raw[device * count..].as_ptr()).collect();
+        let mut raw_outputs: SmallVec<[Opaque; 16]> =
+            smallvec::smallvec![std::ptr::null_mut(); self.outputs * devices];
+        let base = raw_outputs.as_mut_ptr();
+        let output_lists: SmallVec<[*mut Opaque; 16]> =
+            (0..devices).map(|device| base.wrapping_add(device * self.outputs)).collect();
+        let mut events: SmallVec<[Opaque; 16]> = smallvec::smallvec![std::ptr::null_mut(); devices];
+        let keep: SmallVec<[i64; 16]> = if donate { SmallVec::new() } else { (0..count as i64).collect() };
         let mut options = sys::ExecuteOptions {
             struct_size: size_of::<sys::ExecuteOptions>(),
             extension_start: std::ptr::null_mut(),
@@ -288,7 +315,7 @@ impl Loaded {
         let mut args = sys::LoadedExecutableExecute {
             executable: self.raw,
             options: &mut options,
-            argument_lists: argument_lists.as_ptr(),
+            argument_lists: lists.as_ptr(),
             num_devices: devices,
             num_args: count,
             output_lists: output_lists.as_ptr(),
@@ -296,13 +323,14 @@ impl Loaded {
             ..Default::default()
         };
         plugin.call(&mut args)?;
-        Ok(Launch {
-            outputs: raw_outputs
-                .into_iter()
-                .map(|list| list.into_iter().map(|raw| Buffer { client: self.client.handle.clone(), raw }).collect())
-                .collect(),
-            done: events.into_iter().map(|raw| Event::new(plugin, raw)).collect(),
-        })
+        for device in 0..devices {
+            for index in 0..self.outputs {
+                let raw = raw_outputs[device * self.outputs + index];
+                output(device, index, Buffer { client: self.client.handle.clone(), raw });
+            }
+            done(device, Event::new(plugin, events[device]));
+        }
+        Ok(())
     }
 }
 

@@ -15,7 +15,7 @@ mod sys;
 mod topology;
 mod value;
 
-pub use client::{Buffer, Client, Device, Event};
+pub use client::{Buffer, Client, Device, Event, OnReady};
 pub use element::Element;
 pub use error::{Code, PjrtError};
 pub use executable::{CompileOptions, Executable, Launch, Loaded, MemoryStats};

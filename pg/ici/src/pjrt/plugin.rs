@@ -133,7 +133,8 @@ impl Plugin {
         }
     }
 
-    fn take_error(&self, error: Opaque, function: &'static str) -> PjrtError {
+    /// An error that the plugin handed over, destroyed.
+    pub(super) fn take_error(&self, error: Opaque, function: &'static str) -> PjrtError {
         let mut code = sys::ErrorGetCode { error, ..Default::default() };
         // The code's own getter could fail in principle; then it stays 0, which reads as Unknown.
         if let Ok(entry) = self.entry::<sys::ErrorGetCode>() {

@@ -11,6 +11,9 @@ pub(super) type Opaque = *mut c_void;
 /// Every slot but three has this signature; the three return nothing, which reads as "no error" to nobody.
 pub(super) type Entry = unsafe extern "C" fn(*mut c_void) -> Opaque;
 
+/// What an event calls when it is ready: an error to be destroyed by the callee, or null; and the caller's own word.
+pub(super) type EventCallback = unsafe extern "C" fn(Opaque, Opaque);
+
 /// What precedes the slots in the table that `GetPjrtApi` returns.
 #[repr(C)]
 pub(super) struct TableHead {
@@ -69,6 +72,7 @@ arguments! {
     EventDestroy = 5 "Event_Destroy" { event: Opaque }
     EventIsReady = 6 "Event_IsReady" { event: Opaque, is_ready: bool }
     EventAwait = 8 "Event_Await" { event: Opaque }
+    EventOnReady = 9 "Event_OnReady" { event: Opaque, callback: Option<EventCallback>, user_arg: Opaque }
     ClientCreate = 10 "Client_Create" {
         create_options: *const NamedValue,
         num_options: usize,
@@ -164,6 +168,7 @@ arguments! {
         destination_size: usize,
         event: Opaque,
     }
+    BufferDataPointer = 76 "Buffer_OpaqueDeviceMemoryDataPointer" { buffer: Opaque, pointer: Opaque }
     TopologyCreate = 82 "TopologyDescription_Create" {
         name: *const c_char,
         name_size: usize,

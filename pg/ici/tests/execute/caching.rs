@@ -51,7 +51,7 @@ fn a_program_is_compiled_once_in_a_process_and_once_for_all_processes() {
             scope.spawn(|| first.get(&sum(1), &devices).unwrap());
         }
     });
-    assert_eq!(first.counts(), Counts { compiled: 2, loaded: 0, hits: 8, damaged: 0 });
+    assert_eq!(first.counts(), Counts { compiled: 2, loaded: 0, received: 0, hits: 8, damaged: 0 });
     // Elements of one size class are one program.
     first.get(&sum(4999), &devices).unwrap();
     assert_eq!(first.counts().compiled, 2);
@@ -59,7 +59,7 @@ fn a_program_is_compiled_once_in_a_process_and_once_for_all_processes() {
     let second = Cache::new(machine.client.clone(), disk()).unwrap();
     run(machine, &second.get(&small, &devices).unwrap(), &small);
     run(machine, &second.get(&large, &devices).unwrap(), &large);
-    assert_eq!(second.counts(), Counts { compiled: 0, loaded: 2, hits: 0, damaged: 0 });
+    assert_eq!(second.counts(), Counts { compiled: 0, loaded: 2, received: 0, hits: 0, damaged: 0 });
     // Damaged files are compiled again and replaced.
     for entry in fs::read_dir(directory.path()).unwrap() {
         let path = entry.unwrap().path();
@@ -70,8 +70,8 @@ fn a_program_is_compiled_once_in_a_process_and_once_for_all_processes() {
     }
     let third = Cache::new(machine.client.clone(), disk()).unwrap();
     run(machine, &third.get(&small, &devices).unwrap(), &small);
-    assert_eq!(third.counts(), Counts { compiled: 1, loaded: 0, hits: 0, damaged: 1 });
+    assert_eq!(third.counts(), Counts { compiled: 1, loaded: 0, received: 0, hits: 0, damaged: 1 });
     let fourth = Cache::new(machine.client.clone(), disk()).unwrap();
     run(machine, &fourth.get(&small, &devices).unwrap(), &small);
-    assert_eq!(fourth.counts(), Counts { compiled: 0, loaded: 1, hits: 0, damaged: 0 });
+    assert_eq!(fourth.counts(), Counts { compiled: 0, loaded: 1, received: 0, hits: 0, damaged: 0 });
 }

@@ -1,0 +1,549 @@
+//! The engine of a group over several slices, each with as many members: a program inside each slice, the fabric
+//! between slices, and a program inside again.
+//!
+//! With k members in each of S slices, member i of a slice meets the i-th members of the other slices on a channel of the
+//! fabric. V is as in docs/ici.md.
+//!
+//! | operation | inside | between | inside |
+//! |---|---|---|---|
+//! | all_reduce | reduce-scatter, V | all-reduce, V/k | all-gather, V |
+//! | reduce | reduce-scatter, V | reduce, V/k | gather, in the root's slice |
+//! | broadcast | | broadcast among the root's counterparts, V | broadcast |
+//! | all_gather | | all-gather, V | all-gather, V·S |
+//! | reduce_scatter | reduce-scatter, V·S | reduce-scatter, V | |
+//! | barrier | barrier | barrier | barrier |
+//!
+//! The rest goes over the fabric alone: all_to_all, gather, scatter, send, recv, and AVG of integers, whose quotient of
+//! quotients would be another number. A group's collectives run one after another here.
+
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
+};
+
+use parking_lot::Mutex;
+use podring_collective::{Blocks, Collective, Kind, Part, Reduction, Tensor};
+use podring_fabric::error::Failure as HostFailure;
+use podring_fabric::hub::{Call, Callback, ChannelSpec, State, Waited};
+use podring_ici::engine::{self as ici, Failure, Ticket, Times};
+use podring_ici::pjrt::Buffer;
+use smallvec::SmallVec;
+
+use super::device::{Inside, cut, flat, pack};
+use super::{Broken, DeviceCall, DeviceError, Devices, Engine, Opening, Operation};
+use crate::runtime::Process;
+use crate::world::channel;
+
+/// One thing to do.
+enum Step {
+    Inside(Collective),
+    Between(Collective),
+    /// Over the fabric among all members.
+    Host(Collective),
+    Local(Box<dyn FnOnce() + Send>),
+}
+
+/// An operation on its way.
+struct Job {
+    steps: VecDeque<Step>,
+    /// What lies between steps; boxed memory, so that moving the job moves no bytes.
+    memory: Vec<Vec<u64>>,
+    operation: Arc<AcrossOperation>,
+    call: DeviceCall,
+    end: Instant,
+    /// Collectives run one after another; messages beside them.
+    queued: bool,
+}
+
+/// An operation as its caller sees it.
+struct AcrossOperation {
+    ticket: Arc<Ticket>,
+    broken: OnceLock<Broken>,
+    source: OnceLock<u32>,
+}
+
+#[derive(Default)]
+struct Queue {
+    busy: bool,
+    waiting: VecDeque<Job>,
+    broken: Option<Broken>,
+    pending: usize,
+}
+
+struct Shared {
+    process: Arc<Process>,
+    inside: Inside,
+    /// Positions in the group of each slice's members.
+    touched: Vec<Vec<u32>>,
+    /// This rank: which slice of those, and which member of it.
+    slice: usize,
+    me: usize,
+    between: u64,
+    host: u64,
+    inside_seq: AtomicU64,
+    between_seq: AtomicU64,
+    host_seq: AtomicU64,
+    message_seq: AtomicU64,
+    queue: Mutex<Queue>,
+}
+
+/// A group over several slices.
+pub(super) struct Across(Arc<Shared>);
+
+impl Across {
+    pub fn open(opening: &Opening, inside: Inside, touched: &[Vec<u32>], me: u32) -> Result<Across, DeviceError> {
+        let hub = &opening.process.hub;
+        let slice = touched.iter().position(|members| members.contains(&opening.me)).unwrap_or(0);
+        let open = |name: String, me: u32, positions: &[u32]| {
+            let members = positions.iter().map(|&position| opening.world.members[position as usize].clone()).collect();
+            let id = channel(opening.world.id, &name, opening.epoch);
+            let between = |reason: String| DeviceError::Between { group: opening.name.to_owned(), reason };
+            hub.open(ChannelSpec { id, name, me, members }).map_err(|error| between(error.to_string()))?;
+            Ok::<u64, DeviceError>(id)
+        };
+        let counterparts: Vec<u32> = touched.iter().map(|members| members[me as usize]).collect();
+        let between = open(format!("{}/between slices/{me}", opening.name), slice as u32, &counterparts)?;
+        let everybody: Vec<u32> = (0..opening.global.len() as u32).collect();
+        let host = match open(format!("{}/of devices", opening.name), opening.me, &everybody) {
+            Ok(host) => host,
+            Err(error) => {
+                hub.close(between);
+                return Err(error);
+            }
+        };
+        Ok(Across(Arc::new(Shared {
+            process: opening.process.clone(),
+            inside,
+            touched: touched.to_vec(),
+            slice,
+            me: me as usize,
+            between,
+            host,
+            inside_seq: AtomicU64::new(0),
+            between_seq: AtomicU64::new(0),
+            host_seq: AtomicU64::new(0),
+            message_seq: AtomicU64::new(0),
+            queue: Mutex::default(),
+        })))
+    }
+}
+
+/// Address and elements of each block of a side.
+fn blocks(side: &Blocks, width: usize) -> Vec<(usize, usize)> {
+    if let [tensor] = &side.tensors[..] {
+        let mut at = tensor.data as usize;
+        let place = |&count: &usize| {
+            let block = (at, count);
+            at += count * width;
+            block
+        };
+        return side.counts.iter().map(place).collect();
+    }
+    side.tensors.iter().zip(&side.counts).map(|(tensor, &count)| (tensor.data as usize, count)).collect()
+}
+
+/// What a reduction is inside a slice, and what between slices.
+fn halves(reduction: Reduction) -> (Reduction, Reduction) {
+    match reduction {
+        Reduction::PreMulSum(_) => (reduction, Reduction::Sum),
+        other => (other, other),
+    }
+}
+
+fn part(like: &Part, reduction: Option<Reduction>, inputs: Blocks, outputs: Blocks) -> Part {
+    Part { dtype: like.dtype, reduction, inputs, outputs }
+}
+
+/// Copies of (from, to, bytes), made when their time comes.
+fn moves(list: Vec<(usize, usize, usize)>) -> Step {
+    Step::Local(Box::new(move || {
+        for (from, to, bytes) in list {
+            // SAFETY: from the caller's tensors to memory of the job or the other way: both are alive until the operation
+            // has ended, and they don't overlap.
+            unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes) };
+        }
+    }))
+}
+
+impl Shared {
+    fn members(&self) -> usize {
+        self.touched[0].len()
+    }
+
+    /// The slice and member of a position in the group.
+    fn place(&self, position: u32) -> (usize, usize) {
+        let find = |members: &Vec<u32>| members.iter().position(|&other| other == position);
+        self.touched.iter().enumerate().find_map(|(slice, members)| Some((slice, find(members)?))).unwrap_or((0, 0))
+    }
+
+    /// What a collective is made of. Tensors are plain.
+    fn steps(&self, call: &Collective, memory: &mut Vec<Vec<u64>>) -> VecDeque<Step> {
+        let integers = |part: &Part| part.reduction == Some(Reduction::Avg) && !part.dtype.is_floating();
+        let kind = call.kind;
+        let alone = matches!(
+            kind,
+            Kind::AllToAll | Kind::Gather { .. } | Kind::Scatter { .. } | Kind::Send { .. } | Kind::Recv { .. }
+        );
+        if alone || call.parts.iter().any(integers) {
+            return VecDeque::from([Step::Host(call.clone())]);
+        }
+        let (k, me) = (self.members(), self.me);
+        let mut room = |part: &Part, count: usize| -> Tensor {
+            memory.push(vec![0u64; (count * part.dtype.size()).div_ceil(8)]);
+            let last = memory.len() - 1;
+            flat(&mut memory[last], 0, count, part.dtype)
+        };
+        let mut lists: [SmallVec<[Part; 1]>; 3] = Default::default();
+        let (mut before, mut after) = (Vec::new(), Vec::new());
+        // The kinds of the three steps; none where this rank has none.
+        let kinds: [Option<Kind>; 3];
+        match kind {
+            Kind::AllReduce | Kind::Reduce { .. } => {
+                let root = kind.root().map(|root| self.place(root));
+                for one in &call.parts {
+                    let count = one.inputs.total();
+                    let piece = count.div_ceil(k);
+                    let counts: Vec<usize> = (0..k).map(|i| count.saturating_sub(i * piece).min(piece)).collect();
+                    let shard = room(one, counts[me]);
+                    let (inside, between) = one.reduction.map(halves).unzip();
+                    let input = cut(one.inputs.tensors[0].clone(), &counts);
+                    lists[0].push(part(one, inside, input, Blocks::whole(shard.clone())));
+                    let here = root.is_none_or(|(slice, _)| slice == self.slice);
+                    let outputs = if here { Blocks::whole(shard.clone()) } else { Blocks::none() };
+                    lists[1].push(part(one, between, Blocks::whole(shard.clone()), outputs));
+                    let whole = match root {
+                        Some(place) if place != (self.slice, me) => Blocks::none(),
+                        _ => cut(one.outputs.tensors[0].clone(), &counts),
+                    };
+                    lists[2].push(part(one, None, Blocks::whole(shard), whole));
+                }
+                kinds = match root {
+                    None => [Some(Kind::ReduceScatter), Some(Kind::AllReduce), Some(Kind::AllGather)],
+                    Some((slice, member)) => [
+                        Some(Kind::ReduceScatter),
+                        Some(Kind::Reduce { root: slice as u32 }),
+                        (slice == self.slice).then_some(Kind::Gather { root: member as u32 }),
+                    ],
+                };
+            }
+            Kind::Broadcast { root } => {
+                let (slice, member) = self.place(root);
+                for one in &call.parts {
+                    lists[1].push(one.clone());
+                    let output = || Blocks::whole(one.outputs.tensors[0].clone());
+                    lists[2].push(part(one, None, output(), output()));
+                }
+                kinds = [
+                    None,
+                    (member == me).then_some(Kind::Broadcast { root: slice as u32 }),
+                    Some(Kind::Broadcast { root: member as u32 }),
+                ];
+            }
+            Kind::AllGather | Kind::ReduceScatter => {
+                let gathers = kind == Kind::AllGather;
+                for one in &call.parts {
+                    let width = one.dtype.size();
+                    let whole = if gathers { &one.outputs } else { &one.inputs };
+                    let column = |i: usize| -> Vec<usize> {
+                        self.touched.iter().map(|members| whole.counts[members[i] as usize]).collect()
+                    };
+                    let sums: Vec<usize> = (0..k).map(|i| column(i).iter().sum()).collect();
+                    let mine = room(one, sums[me]);
+                    let all = room(one, sums.iter().sum());
+                    let places = blocks(whole, width);
+                    let mut at = all.data as usize;
+                    for i in 0..k {
+                        for members in &self.touched {
+                            let (address, count) = places[members[i] as usize];
+                            let bytes = count * width;
+                            if gathers {
+                                after.push((at, address, bytes));
+                            } else {
+                                before.push((address, at, bytes));
+                            }
+                            at += bytes;
+                        }
+                    }
+                    let (inside, between) = one.reduction.map(halves).unzip();
+                    if gathers {
+                        lists[1].push(part(one, None, one.inputs.clone(), cut(mine.clone(), &column(me))));
+                        lists[2].push(part(one, None, Blocks::whole(mine), cut(all, &sums)));
+                    } else {
+                        lists[0].push(part(one, inside, cut(all, &sums), Blocks::whole(mine.clone())));
+                        lists[1].push(part(one, between, cut(mine, &column(me)), one.outputs.clone()));
+                    }
+                }
+                kinds = if gathers {
+                    [None, Some(Kind::AllGather), Some(Kind::AllGather)]
+                } else {
+                    [Some(Kind::ReduceScatter), Some(Kind::ReduceScatter), None]
+                };
+            }
+            _ => kinds = [Some(Kind::Barrier); 3],
+        }
+        let mut steps = VecDeque::new();
+        if !before.is_empty() {
+            steps.push_back(moves(before));
+        }
+        for (index, (kind, parts)) in kinds.into_iter().zip(lists).enumerate() {
+            let Some(kind) = kind else { continue };
+            let collective = Collective { kind, parts };
+            steps.push_back(if index == 1 { Step::Between(collective) } else { Step::Inside(collective) });
+        }
+        if !after.is_empty() {
+            steps.push_back(moves(after));
+        }
+        steps
+    }
+
+    /// Fails everything: here, in this slice, and for the counterparts.
+    fn fail(&self, broken: Broken) {
+        let waiting = {
+            let mut queue = self.queue.lock();
+            if queue.broken.is_some() {
+                return;
+            }
+            queue.broken = Some(broken.clone());
+            std::mem::take(&mut queue.waiting)
+        };
+        let why = match &broken {
+            Broken::Host(failure) => failure.to_string(),
+            Broken::Device(failure) => failure.to_string(),
+        };
+        self.inside.fail_with(match &broken {
+            Broken::Device(failure) => (**failure).clone(),
+            Broken::Host(_) => Failure::Aborted { by: None, why: why.clone() },
+        });
+        for channel in [self.between, self.host] {
+            let failure = match &broken {
+                Broken::Host(failure) => (**failure).clone(),
+                Broken::Device(_) => HostFailure::Aborted { by: None, why: why.clone() },
+            };
+            self.process.hub.fail(channel, failure);
+        }
+        for job in waiting {
+            self.end(job, Some(broken.clone()));
+        }
+    }
+
+    fn end(&self, job: Job, broken: Option<Broken>) {
+        self.queue.lock().pending -= 1;
+        let Job { operation, memory, call, .. } = job;
+        drop((memory, call));
+        let failure = broken.map(|broken| {
+            let why = match &broken {
+                Broken::Host(failure) => failure.to_string(),
+                Broken::Device(failure) => failure.to_string(),
+            };
+            let _ = operation.broken.set(broken);
+            Arc::new(Failure::Aborted { by: None, why })
+        });
+        operation.ticket.end(failure);
+    }
+
+    /// Runs a job's steps until one has to be waited for.
+    fn advance(self: &Arc<Self>, mut job: Job) {
+        loop {
+            let left = job.end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+            let step = job.steps.pop_front();
+            let (collective, channel) = match step {
+                None => {
+                    let queued = job.queued;
+                    self.end(job, None);
+                    if !queued {
+                        return;
+                    }
+                    let next = {
+                        let mut queue = self.queue.lock();
+                        let next = queue.waiting.pop_front();
+                        queue.busy = next.is_some();
+                        next
+                    };
+                    match next {
+                        Some(next) => job = next,
+                        None => return,
+                    }
+                    continue;
+                }
+                Some(Step::Local(act)) => {
+                    act();
+                    continue;
+                }
+                Some(Step::Inside(collective)) => {
+                    let seq = self.inside_seq.fetch_add(1, Relaxed);
+                    let ticket = self.inside.start(seq, DeviceCall::staged(collective), left);
+                    let (shared, done) = (self.clone(), ticket.clone());
+                    let goes_on: Callback = Box::new(move || match done.failure() {
+                        None => shared.advance(job),
+                        Some(failure) => shared.stop(job, Broken::Device(failure)),
+                    });
+                    if let Some(goes_on) = ticket.on_end(goes_on) {
+                        // Never deeper than a few steps: the next one has to be waited for.
+                        goes_on();
+                    }
+                    return;
+                }
+                Some(Step::Between(collective)) => (collective, self.between),
+                Some(Step::Host(collective)) => (collective, self.host),
+            };
+            let seq = match (collective.kind.is_point_to_point(), channel == self.between) {
+                (true, _) => &self.message_seq,
+                (_, true) => &self.between_seq,
+                _ => &self.host_seq,
+            }
+            .fetch_add(1, Relaxed);
+            let call = Call { channel, seq, collective, keep: None, timeout: left, sync: false };
+            match self.process.hub.post(call) {
+                Ok(ticket) => {
+                    let (shared, done) = (self.clone(), ticket.clone());
+                    let goes_on: Callback = Box::new(move || match done.failure() {
+                        None => {
+                            if let Some(source) = done.source() {
+                                let _ = job.operation.source.set(source);
+                            }
+                            shared.process.hub.recycle(done);
+                            shared.advance(job);
+                        }
+                        Some(failure) => shared.stop(job, Broken::Host(failure)),
+                    });
+                    if let Some(goes_on) = ticket.on_end(goes_on) {
+                        goes_on();
+                    }
+                }
+                Err(error) => {
+                    let why = HostFailure::Aborted { by: None, why: error.to_string() };
+                    self.stop(job, Broken::Host(Arc::new(why)));
+                }
+            }
+            return;
+        }
+    }
+
+    fn stop(&self, job: Job, broken: Broken) {
+        self.fail(broken.clone());
+        let first = self.queue.lock().broken.clone();
+        self.end(job, Some(first.unwrap_or(broken)));
+    }
+}
+
+impl Engine for Across {
+    fn post(&self, seq: u64, mut call: DeviceCall, timeout: Duration) -> Arc<dyn Operation> {
+        let shared = &self.0;
+        let ticket = Ticket::manual(seq, timeout, Devices::runner(&shared.process));
+        let operation = Arc::new(AcrossOperation { ticket, broken: OnceLock::new(), source: OnceLock::new() });
+        let broken = match self.broken() {
+            None if call.inputs.is_some() => {
+                let why = "buffers that stay on the devices can't cross slices: pass tensors".to_owned();
+                Some(Broken::Device(Arc::new(Failure::Aborted { by: None, why })))
+            }
+            broken => broken,
+        };
+        shared.queue.lock().pending += 1;
+        let after = pack(&mut call.collective);
+        let mut memory = Vec::new();
+        let mut steps = shared.steps(&call.collective, &mut memory);
+        steps.extend(after.map(Step::Local));
+        let now = Instant::now();
+        let end = now.checked_add(timeout).unwrap_or(now + Duration::from_secs(315_360_000));
+        let queued = !call.collective.kind.is_point_to_point();
+        let job = Job { steps, memory, operation: operation.clone(), call, end, queued };
+        if broken.is_some() {
+            shared.end(job, broken);
+            return operation;
+        }
+        let mut queue = shared.queue.lock();
+        if queued && std::mem::replace(&mut queue.busy, true) {
+            queue.waiting.push_back(job);
+            return operation;
+        }
+        drop(queue);
+        shared.advance(job);
+        operation
+    }
+
+    fn warm(&self, calls: &[Collective], progress: &mut dyn FnMut(usize, usize)) -> Result<(), Broken> {
+        let inside: Vec<Vec<Collective>> = calls
+            .iter()
+            .map(|call| {
+                let mut memory = Vec::new();
+                let steps = self.0.steps(call, &mut memory);
+                let program = |step| if let Step::Inside(collective) = step { Some(collective) } else { None };
+                steps.into_iter().filter_map(program).collect()
+            })
+            .collect();
+        progress(0, calls.len());
+        for (index, calls_inside) in inside.iter().enumerate() {
+            self.0.inside.warm(calls_inside, &mut |_, _| ())?;
+            progress(index + 1, calls.len());
+        }
+        Ok(())
+    }
+
+    fn fail(&self, by: u32, why: &str) {
+        self.0.fail(Broken::Device(Arc::new(Failure::Aborted { by: Some(by), why: why.to_owned() })));
+    }
+
+    fn broken(&self) -> Option<Broken> {
+        let broken = self.0.queue.lock().broken.clone();
+        broken.or_else(|| self.0.inside.exact_failure().map(Broken::Device))
+    }
+
+    fn pending(&self) -> usize {
+        self.0.queue.lock().pending
+    }
+}
+
+impl Drop for Across {
+    fn drop(&mut self) {
+        let shared = &self.0;
+        for channel in [shared.between, shared.host] {
+            shared.process.hub.close(channel);
+        }
+    }
+}
+
+impl Operation for AcrossOperation {
+    fn state(&self) -> State {
+        Operation::state(&*self.ticket)
+    }
+
+    fn broken(&self) -> Option<Broken> {
+        self.broken.get().cloned()
+    }
+
+    fn seq(&self) -> u64 {
+        self.ticket.seq()
+    }
+
+    fn key(&self) -> u64 {
+        self.ticket.key()
+    }
+
+    fn timeout(&self) -> Duration {
+        self.ticket.timeout()
+    }
+
+    fn source(&self) -> Option<u32> {
+        self.source.get().copied()
+    }
+
+    fn on_end(&self, callback: ici::Callback) -> Option<ici::Callback> {
+        self.ticket.on_end(callback)
+    }
+
+    fn wait(&self, limit: Option<Duration>, interrupted: &mut dyn FnMut() -> bool) -> Waited {
+        Operation::wait(&*self.ticket, limit, interrupted)
+    }
+
+    fn take_outputs(&self) -> SmallVec<[Buffer; 1]> {
+        SmallVec::new()
+    }
+
+    fn times(&self) -> Option<Times> {
+        None
+    }
+}

@@ -1,0 +1,212 @@
+//! Tensors of all sorts: the thin end, strides, device buffers, messages.
+
+use podring_collective::{Blocks, Collective, DType, Kind, Layout, Part, Reduction, Tensor};
+use podring_group::{State, engine::DeviceCall};
+use podring_ici::pjrt::Element;
+use smallvec::SmallVec;
+
+use crate::job::{LONG, all_reduce, barrier, finish, machine, one, post, tensor, world};
+
+#[test]
+fn sums_on_two_devices() {
+    let Some(machine) = machine(2) else { return };
+    world(&machine, LONG, |group| {
+        for count in [0usize, 1, 3, 1000, 70_001] {
+            let mut data: Vec<f32> = (0..count).map(|i| ((i % 1000) * (group.rank() as usize + 1)) as f32).collect();
+            let work = post(group, all_reduce(&mut data));
+            work.wait(Some(LONG), || false).unwrap();
+            assert_eq!(work.state(), State::Done);
+            let times = work.times().unwrap();
+            assert!(times.arrived <= times.gathered && times.gathered <= times.launched);
+            assert!(times.launched <= times.computed && times.computed <= times.done);
+            assert!(data.iter().enumerate().all(|(i, value)| *value == ((i % 1000) * 3) as f32), "{count}");
+        }
+        // The fabric's collectives and the devices' don't disturb each other.
+        let (mut host, mut device) = (vec![1.0f32; 9], vec![2.0f32; 9]);
+        let works = [group.post(all_reduce(&mut host), None, None, false).unwrap(), post(group, all_reduce(&mut device))];
+        for work in works {
+            work.wait(Some(LONG), || false).unwrap();
+        }
+        assert_eq!((host[8], device[8]), (2.0, 4.0));
+    });
+}
+
+#[test]
+fn second_calls_compile_nothing() {
+    let Some(client) = crate::job::client(4) else { return };
+    let machine = podring_ici::engine::Machine::start(client, Default::default()).unwrap();
+    let compiled = world(&machine, LONG, |group| {
+        let (rank, size) = (group.rank() as usize, group.size() as usize);
+        let round = |count: usize, root: u32, factor: f64| {
+            let mut data = vec![1.0f32; count];
+            let mut all = vec![0.0f32; count * size];
+            let whole = |data: &mut Vec<f32>| Blocks::whole(tensor(data));
+            let cut = |data: &mut Vec<f32>| Blocks::cut(tensor(data), &vec![count; size]);
+            let premul = Some(Reduction::PreMulSum(factor));
+            for call in [
+                all_reduce(&mut data),
+                one(Kind::AllReduce, DType::F32, premul, whole(&mut data), whole(&mut data)),
+                one(Kind::Broadcast { root }, DType::F32, None, whole(&mut data), whole(&mut data)),
+                one(Kind::AllGather, DType::F32, None, whole(&mut data), cut(&mut all)),
+                one(Kind::ReduceScatter, DType::F32, Some(Reduction::Sum), cut(&mut all), whole(&mut data)),
+            ] {
+                finish(group, call).unwrap();
+            }
+            // Splits that no two calls share.
+            let share = |from: usize, to: usize| 16 + (count + 3 * from + to) % 16;
+            let sent: Vec<usize> = (0..size).map(|to| share(rank, to)).collect();
+            let got: Vec<usize> = (0..size).map(|from| share(from, rank)).collect();
+            let (mut out, mut into) = (vec![0u8; sent.iter().sum()], vec![0u8; got.iter().sum()]);
+            let (inputs, outputs) = (Blocks::cut(tensor(&mut out), &sent), Blocks::cut(tensor(&mut into), &got));
+            finish(group, one(Kind::AllToAll, DType::U8, None, inputs, outputs)).unwrap();
+        };
+        round(5, 0, 0.5);
+        finish(group, barrier()).unwrap();
+        let first = machine.counts().compiled;
+        finish(group, barrier()).unwrap();
+        for count in 6..40 {
+            round(count, count as u32 % 4, count as f64);
+        }
+        finish(group, barrier()).unwrap();
+        (first, machine.counts().compiled)
+    });
+    assert_eq!(compiled[0], (7, 7), "all_reduce, with a factor, broadcast, gather, scatter, exchange, barrier");
+}
+
+#[test]
+fn programs_are_compiled_ahead() {
+    let Some(client) = crate::job::client(2) else { return };
+    let machine = podring_ici::engine::Machine::start(client, Default::default()).unwrap();
+    world(&machine, LONG, |group| {
+        let mut data = vec![1.0f32; 100];
+        let mut shown = Vec::new();
+        let calls = [all_reduce(&mut data), barrier(), all_reduce(&mut data[..7])];
+        group.warm(&calls, |done, total| shown.push((done, total))).unwrap();
+        assert_eq!(shown, [(0, 3), (1, 3), (2, 3), (3, 3)]);
+        assert_eq!(machine.counts().compiled, 2);
+        finish(group, all_reduce(&mut data)).unwrap();
+        finish(group, barrier()).unwrap();
+        assert_eq!((machine.counts().compiled, data[99]), (2, 2.0));
+    });
+}
+
+#[test]
+fn strided_tensors_are_packed() {
+    let Some(machine) = machine(2) else { return };
+    world(&machine, LONG, |group| {
+        // Columns 0 and 2 of a 3×4 matrix, transposed.
+        let mut data: Vec<f32> = (0..12).map(|i| i as f32).collect();
+        let layout = Layout {
+            sizes: SmallVec::from_slice(&[2, 3]),
+            strides: SmallVec::from_slice(&[2, 4]),
+            conj: false,
+            neg: false,
+        };
+        let strided = Tensor { data: data.as_mut_ptr().cast(), layout };
+        let both = Blocks::whole(strided);
+        finish(group, one(Kind::AllReduce, DType::F32, Some(Reduction::Sum), both.clone(), both)).unwrap();
+        let expected: Vec<f32> = (0..12).map(|i| if i % 2 == 0 { 2.0 * i as f32 } else { i as f32 }).collect();
+        assert_eq!(data, expected);
+        // Lists of tensors, one of them empty.
+        let mut mine = vec![group.rank() as i16 + 1; 3 * group.rank() as usize];
+        let (mut first, mut second) = (vec![0i16; 0], vec![0i16; 3]);
+        let outputs = Blocks::list([tensor(&mut first), tensor(&mut second)]);
+        finish(group, one(Kind::AllGather, DType::I16, None, Blocks::whole(tensor(&mut mine)), outputs)).unwrap();
+        assert_eq!(second, [2, 2, 2]);
+    });
+}
+
+#[test]
+fn coalesced_parts_go_together() {
+    let Some(machine) = machine(2) else { return };
+    world(&machine, LONG, |group| {
+        let (mut a, mut b) = (vec![1.5f32; 5], vec![i64::from(group.rank()); 300]);
+        let part = |dtype, reduction, data: Tensor| Part {
+            dtype,
+            reduction: Some(reduction),
+            inputs: Blocks::whole(data.clone()),
+            outputs: Blocks::whole(data),
+        };
+        let parts = [
+            part(DType::F32, Reduction::Sum, tensor(&mut a)),
+            part(DType::I64, Reduction::Max, tensor(&mut b)),
+        ];
+        finish(group, Collective { kind: Kind::AllReduce, parts: parts.into_iter().collect() }).unwrap();
+        assert_eq!((a[4], b[299]), (3.0, 1));
+    });
+}
+
+#[test]
+fn buffers_stay_on_the_devices() {
+    let Some(machine) = machine(2) else { return };
+    world(&machine, LONG, |group| {
+        let client = machine.client();
+        let device = client.devices()[group.rank() as usize];
+        let laid = 1.0f32.to_le_bytes().repeat(1024);
+        let mut buffer = client.buffer(&laid, Element::F32, &[1, 8, 128], &device).unwrap();
+        for (round, donate) in [true, false].into_iter().enumerate() {
+            // Only says how many elements there are.
+            let nothing = Tensor { data: std::ptr::dangling_mut(), layout: Layout::flat(1000) };
+            let both = Blocks::whole(nothing);
+            let call = one(Kind::AllReduce, DType::F32, Some(Reduction::Sum), both.clone(), both);
+            let inputs = Some(SmallVec::from_iter([buffer]));
+            let call = DeviceCall { inputs, donate, ..DeviceCall::staged(call) };
+            let work = group.post_device(call).unwrap();
+            work.wait(Some(LONG), || false).unwrap();
+            let mut outputs = work.take_outputs();
+            buffer = outputs.pop().unwrap();
+            let mut read = vec![0u8; 4096];
+            buffer.read(&mut read).unwrap();
+            assert_eq!(read[..4000], ((2 << round) as f32).to_le_bytes().repeat(1000));
+        }
+    });
+}
+
+#[test]
+fn messages_match_by_peer_and_tag() {
+    let Some(machine) = machine(4) else { return };
+    world(&machine, LONG, |group| {
+        let (rank, size) = (group.rank(), group.size());
+        for count in [0usize, 1, 1000, 50_000] {
+            let to = (rank + 1) % size;
+            let from = (rank + size - 1) % size;
+            let mut out: [Vec<i32>; 2] = [vec![rank as i32; count], vec![rank as i32 + 10; count]];
+            let mut into: [Vec<i32>; 2] = [vec![-1; count], vec![-1; count]];
+            let [first, second] = &mut out;
+            let [low, high] = &mut into;
+            let send = |data: &mut [i32], tag| {
+                let kind = Kind::Send { to, tag };
+                post(group, one(kind, DType::I32, None, Blocks::whole(tensor(data)), Blocks::none()))
+            };
+            let receive = |data: &mut [i32], from, tag| {
+                let kind = Kind::Recv { from, tag };
+                post(group, one(kind, DType::I32, None, Blocks::none(), Blocks::whole(tensor(data))))
+            };
+            // The tags are received in the other order than sent, one from anybody.
+            let works = [receive(high, None, 2), send(first, 1), send(second, 2), receive(low, Some(from), 1)];
+            for work in &works {
+                work.wait(Some(LONG), || false).unwrap();
+            }
+            assert_eq!(works[0].source(), Some(from));
+            assert_eq!(into, [vec![from as i32; count], vec![from as i32 + 10; count]]);
+        }
+    });
+}
+
+#[test]
+fn a_callback_may_wait_for_a_collective_and_nobody_need_wait() {
+    let Some(machine) = machine(2) else { return };
+    world(&machine, LONG, |group| {
+        let (send, receive) = std::sync::mpsc::channel();
+        let mut data = vec![1.0f32; 64];
+        let work = post(group, all_reduce(&mut data));
+        let inner = group.clone();
+        work.on_end(Box::new(move || {
+            let mut data = vec![1.0f32; 64];
+            send.send(finish(&inner, all_reduce(&mut data)).map(|()| data[0])).unwrap();
+        }));
+        // Nobody waits for the first.
+        assert_eq!(receive.recv_timeout(LONG).unwrap().unwrap(), 2.0);
+        assert_eq!((work.state(), data[63]), (State::Done, 2.0));
+    });
+}

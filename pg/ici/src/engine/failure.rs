@@ -1,0 +1,118 @@
+//! Why a collective on devices fails.
+
+use std::fmt;
+
+use crate::{pjrt::PjrtError, program::ProgramError};
+
+/// What one rank had called.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Called {
+    /// Its position in the group.
+    pub rank: u32,
+    /// Its call, or what it did instead.
+    pub call: String,
+}
+
+/// Why operations of a group fail. All members get the same.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Failure {
+    /// The deadline passed.
+    Timeout {
+        /// What was called.
+        op: String,
+        /// Its number in the group.
+        seq: u64,
+        /// The limit.
+        after_ms: u64,
+        /// Members that had not come; none if all had, and the devices were not done.
+        missing: Vec<u32>,
+        /// What each member had called.
+        called: Vec<Called>,
+    },
+    /// Members called different things.
+    Mismatch {
+        /// The number at which they differ.
+        seq: u64,
+        /// In what.
+        what: String,
+        /// What each member had called.
+        called: Vec<Called>,
+    },
+    /// A member closed its part of the group.
+    Left {
+        /// The member.
+        rank: u32,
+        /// What needed it.
+        op: String,
+        /// Its number.
+        seq: u64,
+    },
+    /// Somebody ended it.
+    Aborted {
+        /// The member, if it was one.
+        by: Option<u32>,
+        /// Why.
+        why: String,
+    },
+    /// No program does this.
+    Unsupported {
+        /// What was called.
+        op: String,
+        /// Why not.
+        reason: ProgramError,
+    },
+    /// The plugin refused or failed.
+    Plugin {
+        /// At what: "compiling", "launching", "running", "copying to the device", "copying from the device".
+        doing: &'static str,
+        /// What was called.
+        program: String,
+        /// The group's name.
+        group: String,
+        /// The slice, or the devices of a client that is none.
+        slice: String,
+        /// The member whose device it was, if it was one's.
+        rank: Option<u32>,
+        /// The plugin's words.
+        error: PjrtError,
+    },
+}
+
+impl std::error::Error for Failure {}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let table = |f: &mut fmt::Formatter<'_>, called: &[Called]| {
+            called.iter().try_for_each(|row| write!(f, "\n  rank {}: {}", row.rank, row.call))
+        };
+        match self {
+            Failure::Timeout { op, seq, after_ms, missing, called } => {
+                write!(f, "{op}, seq {seq}: the timeout of {after_ms} ms passed")?;
+                match missing.as_slice() {
+                    [] => f.write_str("; all ranks came, the devices are not done")?,
+                    [one] => write!(f, "; waiting on rank {one}")?,
+                    many => {
+                        let list: Vec<String> = many.iter().map(u32::to_string).collect();
+                        write!(f, "; waiting on ranks {}", list.join(", "))?;
+                    }
+                }
+                table(f, called)
+            }
+            Failure::Mismatch { seq, what, called } => {
+                write!(f, "ranks called different operations at seq {seq}: {what}")?;
+                table(f, called)
+            }
+            Failure::Left { rank, op, seq } => write!(f, "rank {rank} has left; needed by {op}, seq {seq}"),
+            Failure::Aborted { by: Some(by), why } => write!(f, "aborted by rank {by}: {why}"),
+            Failure::Aborted { by: None, why } => write!(f, "aborted: {why}"),
+            Failure::Unsupported { op, reason } => write!(f, "{op}: {reason}"),
+            Failure::Plugin { doing, program, group, slice, rank, error } => {
+                write!(f, "{doing} {program} failed (group {group}, slice {slice}")?;
+                if let Some(rank) = rank {
+                    write!(f, ", rank {rank}")?;
+                }
+                write!(f, "): {error}")
+            }
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! What a compiled program depends on, so that calls which can share one do.
+
+use podring_collective::{Collective, DType, Kind, Part, Reduction};
+use smallvec::SmallVec;
+
+use crate::program::{
+    Backend, Groups, How, Op, PartSpec, Spec, Unsupported, carrier,
+    layout::{LANES, class_rows},
+    route,
+};
+
+/// One tensor set of a program, up to its size class. Operations that only move data have one type for all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct PartKey {
+    pub dtype: DType,
+    /// The reduction's code; the factor of PREMUL_SUM is an operand.
+    pub reduction: Option<u8>,
+    /// The class's largest number of elements.
+    pub elements: usize,
+}
+
+/// A program up to its devices.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Key {
+    pub op: Op,
+    pub parts: SmallVec<[PartKey; 1]>,
+}
+
+/// For whom programs are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Target {
+    pub backend: Backend,
+    pub exact: bool,
+}
+
+/// Bytes of the slot that holds this many in an operation that moves data.
+pub(super) fn slot_bytes(bytes: usize) -> usize {
+    class_rows(bytes.div_ceil(4), 4) * LANES * 4
+}
+
+fn most(counts: &[usize]) -> usize {
+    counts.iter().copied().max().unwrap_or(0)
+}
+
+/// Elements of a block as this rank knows it: of the whole tensor, or of the largest share.
+fn elements(kind: Kind, part: &Part) -> usize {
+    match kind {
+        Kind::AllReduce | Kind::Reduce { .. } | Kind::Send { .. } => part.inputs.total(),
+        Kind::Broadcast { .. } | Kind::Recv { .. } => part.outputs.total().max(part.inputs.total()),
+        Kind::AllGather | Kind::Gather { .. } => most(&part.outputs.counts).max(most(&part.inputs.counts)),
+        Kind::ReduceScatter | Kind::Scatter { .. } => most(&part.inputs.counts).max(most(&part.outputs.counts)),
+        Kind::AllToAll => most(&part.inputs.counts).max(most(&part.outputs.counts)),
+        Kind::Barrier => 0,
+    }
+}
+
+/// The class's largest number of elements of a reduction's block.
+fn reduced(
+    scatter: bool,
+    dtype: DType,
+    reduction: Reduction,
+    elements: usize,
+    members: usize,
+    target: Target,
+) -> Result<usize, Unsupported> {
+    let route = route::reduce(dtype, reduction, target.backend, target.exact)?;
+    let (share, shares) = match route.how {
+        How::Exchange if !scatter => (elements.div_ceil(members), members),
+        _ => (elements, 1),
+    };
+    Ok(class_rows(share, route.wire.size()) * LANES * shares)
+}
+
+fn all_equal<'a>(mut counts: impl Iterator<Item = &'a usize>) -> bool {
+    let first = counts.next();
+    counts.all(|count| Some(count) == first)
+}
+
+/// The program that a collective of `members` ranks needs, as far as this rank can know. Blocks of an all-to-all, a
+/// gather or a scatter may be larger elsewhere: then the key is another one, see [`join`].
+pub(super) fn of(collective: &Collective, members: usize, target: Target) -> Result<Key, Unsupported> {
+    let kind = collective.kind;
+    let uneven = kind == Kind::AllToAll
+        && collective.parts.iter().any(|part| !all_equal(part.inputs.counts.iter().chain(&part.outputs.counts)));
+    if uneven {
+        return Ok(flat(collective.parts.iter().map(|part| {
+            let (carrier, lanes) = carrier(part.dtype);
+            let total = part.inputs.total().max(part.outputs.total());
+            (carrier.size(), elements(kind, part) * lanes, total * lanes)
+        })));
+    }
+    let op = match kind {
+        Kind::Send { .. } | Kind::Recv { .. } => Op::Permute { pairs: vec![(0, 1)] },
+        other => Op::of(other).unwrap_or(Op::Barrier),
+    };
+    let mut parts = SmallVec::new();
+    for part in &collective.parts {
+        let elements = elements(kind, part);
+        parts.push(match (kind.reduces(), part.reduction) {
+            (true, Some(reduction)) => PartKey {
+                dtype: part.dtype,
+                reduction: Some(reduction.code()),
+                elements: reduced(kind == Kind::ReduceScatter, part.dtype, reduction, elements, members, target)?,
+            },
+            _ => PartKey { dtype: DType::U8, reduction: None, elements: slot_bytes(elements * part.dtype.size()) },
+        });
+    }
+    Ok(Key { op, parts })
+}
+
+/// The uneven all-to-all of parts of (bytes of the carrier, largest block, largest total). Powers of two: splits that
+/// change from call to call meet few classes.
+fn flat(parts: impl Iterator<Item = (usize, usize, usize)>) -> Key {
+    let mut most = 1;
+    let parts = parts
+        .map(|(width, block, total)| {
+            most = most.max(total.next_power_of_two());
+            let dtype = match width {
+                1 => DType::U8,
+                2 => DType::U16,
+                _ => DType::U32,
+            };
+            PartKey { dtype, reduction: None, elements: block.max(1).next_power_of_two() }
+        })
+        .collect();
+    Key { op: Op::AllToAllUneven { total: most }, parts }
+}
+
+/// The program for ranks that asked for different ones: of the largest blocks.
+pub(super) fn join(keys: &[&Key], calls: &[&Collective]) -> Option<Key> {
+    let first = *keys.first()?;
+    if keys.iter().all(|key| *key == first) {
+        return Some(first.clone());
+    }
+    if calls.iter().any(|call| call.parts.len() != first.parts.len()) {
+        return None;
+    }
+    if calls.first()?.kind == Kind::AllToAll {
+        return Some(flat((0..first.parts.len()).map(|index| {
+            let parts = || calls.iter().map(|call| &call.parts[index]);
+            let (carrier, lanes) = carrier(calls[0].parts[index].dtype);
+            let block = parts().map(|part| elements(Kind::AllToAll, part)).max().unwrap_or(0);
+            let total = parts().map(|part| part.inputs.total().max(part.outputs.total())).max().unwrap_or(0);
+            (carrier.size(), block * lanes, total * lanes)
+        })));
+    }
+    let mut joined = first.clone();
+    for key in keys {
+        if key.op != first.op {
+            return None;
+        }
+        for (most, part) in joined.parts.iter_mut().zip(&key.parts) {
+            if (most.dtype, most.reduction) != (part.dtype, part.reduction) {
+                return None;
+            }
+            most.elements = most.elements.max(part.elements);
+        }
+    }
+    Some(joined)
+}
+
+impl Key {
+    pub fn spec(&self, groups: &Groups, target: Target) -> Spec {
+        Spec {
+            op: self.op.clone(),
+            parts: self
+                .parts
+                .iter()
+                .map(|part| PartSpec {
+                    dtype: part.dtype,
+                    reduction: part.reduction.and_then(|code| Reduction::from_code(code, 1.0)),
+                    elements: part.elements,
+                })
+                .collect(),
+            groups: groups.clone(),
+            backend: target.backend,
+            exact: target.exact,
+            donate: matches!(self.op, Op::AllReduce | Op::AllToAll),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::program::build;
+    use podring_collective::{Blocks, Layout, Tensor};
+    use proptest::prelude::*;
+
+    const TARGET: Target = Target { backend: Backend::Cpu, exact: false };
+
+    fn tensor(count: usize) -> Tensor {
+        Tensor { data: std::ptr::dangling_mut(), layout: Layout::flat(count) }
+    }
+
+    fn exchange(dtype: DType, sent: &[usize], got: &[usize]) -> Collective {
+        let part = Part {
+            dtype,
+            reduction: None,
+            inputs: Blocks::cut(tensor(sent.iter().sum()), sent),
+            outputs: Blocks::cut(tensor(got.iter().sum()), got),
+        };
+        Collective { kind: Kind::AllToAll, parts: SmallVec::from_iter([part]) }
+    }
+
+    fn reduction(kind: Kind, dtype: DType, reduction: Reduction, count: usize, members: usize) -> Collective {
+        let inputs = if kind == Kind::ReduceScatter {
+            Blocks::cut(tensor(count * members), &vec![count; members])
+        } else {
+            Blocks::whole(tensor(count))
+        };
+        let part = Part { dtype, reduction: Some(reduction), inputs, outputs: Blocks::whole(tensor(count)) };
+        Collective { kind, parts: SmallVec::from_iter([part]) }
+    }
+
+    #[test]
+    fn even_exchanges_are_in_slots_and_others_flat() {
+        let even = of(&exchange(DType::F32, &[3, 3], &[3, 3]), 2, TARGET).unwrap();
+        assert_eq!(even.op, Op::AllToAll);
+        let uneven = of(&exchange(DType::F64, &[3, 2], &[3, 5]), 2, TARGET).unwrap();
+        assert_eq!(uneven.op, Op::AllToAllUneven { total: 16 });
+        assert_eq!(uneven.parts[0], PartKey { dtype: DType::U32, reduction: None, elements: 16 });
+        // One rank's splits happen to be even, the other's aren't: both run the flat program.
+        let calls = [exchange(DType::F32, &[3, 3], &[3, 3]), exchange(DType::F32, &[3, 9], &[3, 9])];
+        let keys: Vec<Key> = calls.iter().map(|call| of(call, 2, TARGET).unwrap()).collect();
+        let joined = join(&[&keys[0], &keys[1]], &[&calls[0], &calls[1]]).unwrap();
+        assert_eq!((joined.op, joined.parts[0].elements), (Op::AllToAllUneven { total: 16 }, 16));
+    }
+
+    proptest! {
+        /// A key's program is the call's own: the class's largest number of elements is of the same class.
+        #[test]
+        fn the_class_stands_for_its_sizes(
+            count in 0usize..300_000,
+            members in 1usize..9,
+            scatter: bool,
+            code in 0u8..8,
+            index in 0..DType::ALL.len(),
+        ) {
+            let (dtype, redop) = (DType::ALL[index], Reduction::from_code(code, 1.0).unwrap());
+            prop_assume!(redop.supports(dtype));
+            let kind = if scatter { Kind::ReduceScatter } else { Kind::AllReduce };
+            let key = of(&reduction(kind, dtype, redop, count, members), members, TARGET).unwrap();
+            let groups = Groups::all(members as u32);
+            let mut spec = key.spec(&groups, TARGET);
+            let shared = build(&spec).unwrap();
+            spec.parts[0].elements = count;
+            prop_assert_eq!(shared.text, build(&spec).unwrap().text);
+        }
+
+        #[test]
+        fn slots_hold_what_moves(bytes in 0usize..1 << 30) {
+            prop_assert!(slot_bytes(bytes) >= bytes);
+            prop_assert_eq!(slot_bytes(slot_bytes(bytes)), slot_bytes(bytes));
+        }
+    }
+}

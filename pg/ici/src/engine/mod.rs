@@ -1,0 +1,24 @@
+//! Collectives of ranks on devices: who is there, what is launched, and when it is done.
+//!
+//! A [`Machine`] is a client whose devices belong to ranks that are threads of this process. A group's members open it
+//! ([`Machine::open`]) and post [`Call`]s; the last member to come launches the program on all the group's devices in
+//! one call. What each rank gets back is a [`Ticket`].
+//!
+//! A rank's inputs are copied to its device when it comes, on its own thread, and its results are copied out by
+//! whoever waits for them, else by the machine's thread; or they are device buffers already, and stay such.
+//!
+//! Where each process has one device, as on a TPU, this is not the engine: there each rank launches its own device, and
+//! the order of launches has to be agreed on between processes.
+
+mod failure;
+mod group;
+mod key;
+mod launch;
+mod machine;
+mod stage;
+mod ticket;
+
+pub use failure::{Called, Failure};
+pub use group::{Call, GroupSpec, Member, OpenError};
+pub use machine::{Machine, Options};
+pub use ticket::{Callback, Runner, State, Ticket, Times, Waited, now};

@@ -1,0 +1,177 @@
+//! Between a rank's memory and its device: blocks laid out and gathered up.
+
+use std::cell::RefCell;
+
+use podring_collective::Blocks;
+use smallvec::SmallVec;
+
+use super::machine::Machine;
+use crate::pjrt::{Buffer, Device, Element, PjrtError};
+
+/// Where a block lies, and its bytes.
+pub(super) type Block = (*mut u8, usize);
+
+/// The blocks of one side of a part, whose tensors are plain.
+pub(super) fn blocks(side: &Blocks, width: usize) -> SmallVec<[Block; 8]> {
+    if let [tensor] = &side.tensors[..] {
+        let mut at = tensor.data;
+        return side
+            .counts
+            .iter()
+            .map(|count| {
+                let block = (at, count * width);
+                at = at.wrapping_add(block.1);
+                block
+            })
+            .collect();
+    }
+    side.tensors.iter().zip(&side.counts).map(|(tensor, count)| (tensor.data, count * width)).collect()
+}
+
+/// Whether the blocks, `slot` bytes apart (or one after another), already lie in memory as they are to lie.
+fn lies(blocks: &[Block], slot: Option<usize>, bytes: usize) -> Option<*mut u8> {
+    let (first, _) = *blocks.first()?;
+    let mut at = first;
+    for &(data, size) in blocks {
+        if data != at || slot.is_some_and(|slot| slot != size) {
+            return None;
+        }
+        at = at.wrapping_add(size);
+    }
+    (at as usize - first as usize == bytes).then_some(first)
+}
+
+thread_local! {
+    /// Grows to the largest buffer that this thread laid out, up to [`KEPT`].
+    static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A thread keeps no more scratch memory than this.
+const KEPT: usize = 8 << 20;
+
+fn with_scratch<R>(bytes: usize, act: impl FnOnce(&mut [u8]) -> R) -> R {
+    SCRATCH.with(|scratch| {
+        let mut scratch = scratch.take();
+        if scratch.len() < bytes {
+            scratch.resize(bytes, 0);
+        }
+        let result = act(&mut scratch[..bytes]);
+        if scratch.len() <= KEPT {
+            SCRATCH.with(|kept| kept.replace(scratch));
+        }
+        result
+    })
+}
+
+/// The shape of a device buffer.
+#[derive(Clone, Debug)]
+pub(super) struct Shape {
+    pub element: Element,
+    pub dims: SmallVec<[i64; 4]>,
+    pub bytes: usize,
+}
+
+/// The blocks, `slot` bytes apart or one after another, must end inside a buffer of `bytes`.
+fn fit(blocks: &[Block], slot: Option<usize>, bytes: usize) -> Result<(), PjrtError> {
+    let end = match slot {
+        Some(slot) => blocks.iter().enumerate().map(|(index, block)| index * slot + block.1).max().unwrap_or(0),
+        None => blocks.iter().map(|block| block.1).sum(),
+    };
+    if end <= bytes {
+        return Ok(());
+    }
+    Err(PjrtError::Argument {
+        what: "bytes of a rank's blocks",
+        expected: format!("at most {bytes}, its device buffer's"),
+        got: end.to_string(),
+    })
+}
+
+/// Copies blocks to a device, `slot` bytes apart or one after another. What pads them is arbitrary.
+///
+/// # Safety
+/// The blocks are readable.
+pub(super) unsafe fn to_device(
+    machine: &Machine,
+    device: &Device,
+    shape: &Shape,
+    blocks: &[Block],
+    slot: Option<usize>,
+) -> Result<Buffer, PjrtError> {
+    let client = machine.client();
+    fit(blocks, slot, shape.bytes)?;
+    if let Some(data) = lies(blocks, slot, shape.bytes) {
+        // SAFETY: the blocks lie one after another from here on, and the caller says that they are readable.
+        let data = unsafe { std::slice::from_raw_parts(data, shape.bytes) };
+        return client.buffer(data, shape.element, &shape.dims, device);
+    }
+    with_scratch(shape.bytes, |laid| {
+        let mut at = 0;
+        for (index, &(data, bytes)) in blocks.iter().enumerate() {
+            let start = slot.map_or(at, |slot| index * slot);
+            if bytes > 0 {
+                // SAFETY: readable by the caller's promise.
+                laid[start..start + bytes].copy_from_slice(unsafe { std::slice::from_raw_parts(data, bytes) });
+            }
+            at = start + bytes;
+        }
+        client.buffer(laid, shape.element, &shape.dims, device)
+    })
+}
+
+/// Copies a computed buffer's blocks to memory.
+///
+/// # Safety
+/// The blocks are writable, by this thread alone.
+pub(super) unsafe fn from_device(
+    machine: &Machine,
+    buffer: &Buffer,
+    bytes: usize,
+    blocks: &[Block],
+    slot: Option<usize>,
+) -> Result<(), PjrtError> {
+    fit(blocks, slot, bytes)?;
+    let scatter = |laid: *const u8| {
+        let mut at = 0;
+        for (index, &(data, size)) in blocks.iter().enumerate() {
+            let start = slot.map_or(at, |slot| index * slot);
+            if size > 0 {
+                // SAFETY: inside the buffer, which `fit` has checked; writable by the caller's promise.
+                unsafe { std::ptr::copy_nonoverlapping(laid.add(start), data, size) };
+            }
+            at = start + size;
+        }
+    };
+    if machine.on_host() {
+        // SAFETY: the devices are this process's CPUs; the buffer is computed, and borrowed meanwhile.
+        scatter(unsafe { buffer.address() }?);
+        return Ok(());
+    }
+    with_scratch(bytes, |laid| {
+        buffer.read(laid)?;
+        scatter(laid.as_ptr());
+        Ok(())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use podring_collective::{Layout, Tensor};
+
+    #[test]
+    fn blocks_are_found_and_known_to_lie_well() {
+        let mut memory = [0u8; 64];
+        let tensor = |start: usize, count| Tensor { data: memory.as_ptr().wrapping_add(start).cast_mut(), layout: Layout::flat(count) };
+        let cut = blocks(&Blocks::cut(tensor(0, 6), &[1, 2, 3]), 4);
+        assert_eq!(cut.iter().map(|block| block.1).collect::<Vec<_>>(), [4, 8, 12]);
+        assert_eq!(lies(&cut, None, 24), Some(memory.as_mut_ptr()));
+        assert_eq!(lies(&cut, None, 32), None);
+        assert_eq!(lies(&cut, Some(8), 24), None);
+        let even = blocks(&Blocks::cut(tensor(8, 4), &[2, 2]), 4);
+        assert!(lies(&even, Some(8), 16).is_some());
+        let list = blocks(&Blocks::list([tensor(0, 2), tensor(16, 2)]), 4);
+        assert_eq!(lies(&list, None, 16), None);
+        assert_eq!(lies(&[], None, 0), None);
+    }
+}

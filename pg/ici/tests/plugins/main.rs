@@ -1,0 +1,224 @@
+//! Plugins that are old, strange or dangerous.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use podring_ici::{
+    pjrt::{Client, CompileOptions, PjrtError, Plugin, Topology, Value, Want, find},
+    program::{Backend, Groups, Op, PartSpec, Spec, build},
+};
+
+/// A plugin in C whose table has `slots` entries and speaks version `major`.`minor`. It refuses structs that are smaller
+/// than it knows, as plugins do, and knows no more of any function than version 0.81's beginning.
+fn fake(folder: &Path, major: i32, minor: i32, slots: usize) -> PathBuf {
+    let source = folder.join("fake.c");
+    let library = folder.join(format!("fake-{major}-{minor}-{slots}.so"));
+    let text = r#"
+#include <stddef.h>
+#include <string.h>
+typedef struct { size_t size; void *extension; } Args;
+typedef struct { const char *message; int code; } Error;
+typedef struct { size_t size; void *extension; Error *error; const char *message; size_t message_size; } Message;
+typedef struct { size_t size; void *extension; Error *error; int code; } Code;
+static Error small = {"struct_size too small", 3}, none = {"this plugin does nothing", 12};
+static void *fails(void *args) { return ((Args *)args)->size < sizeof(Args) ? &small : &none; }
+static void *works(void *args) { return ((Args *)args)->size < sizeof(Args) ? &small : NULL; }
+static void *destroy(void *args) { (void)args; return NULL; }
+static void *message(void *args) {
+  Message *m = args;
+  if (m->size < sizeof(Message)) return NULL;
+  m->message = m->error->message;
+  m->message_size = strlen(m->message);
+  return NULL;
+}
+static void *code(void *args) {
+  Code *c = args;
+  if (c->size >= offsetof(Code, code) + sizeof(int)) c->code = c->error->code;
+  return NULL;
+}
+static struct {
+  size_t size; void *extension; size_t version_size; void *version_extension; int major, minor;
+  void *(*slots[SLOTS])(void *);
+} table = {sizeof(table), NULL, 24, NULL, MAJOR, MINOR, {destroy, message, code, works}};
+const void *GetPjrtApi(void) {
+  for (int i = 4; i < SLOTS; i++) table.slots[i] = fails;
+  return &table;
+}
+"#;
+    std::fs::write(&source, text).unwrap();
+    let status = Command::new("cc")
+        .args(["-shared", "-fPIC", "-o"])
+        .arg(&library)
+        .args([format!("-DSLOTS={slots}"), format!("-DMAJOR={major}"), format!("-DMINOR={minor}")])
+        .arg(&source)
+        .status()
+        .unwrap();
+    assert!(status.success());
+    library
+}
+
+#[test]
+fn unknown_versions_are_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    for (major, minor) in [(1, 0), (0, 80)] {
+        let file = fake(folder.path(), major, minor, 10);
+        // SAFETY: made just now.
+        let error = unsafe { Plugin::load(&file) }.unwrap_err();
+        assert!(matches!(error, PjrtError::Version { major: a, minor: b, .. } if (a, b) == (major, minor)), "{error}");
+        assert!(error.to_string().contains(&format!("speaks version {major}.{minor}")), "{error}");
+    }
+}
+
+#[test]
+fn functions_beyond_an_old_plugins_table_are_missing_and_its_words_come_through() {
+    let folder = tempfile::tempdir().unwrap();
+    // SAFETY: made just now.
+    let plugin = unsafe { Plugin::load(&fake(folder.path(), 0, 81, 20)) }.unwrap();
+    assert_eq!(plugin.version(), (0, 81));
+    // Slot 10 is in the table, slot 82 isn't.
+    let Err(PjrtError::Call { function, message, .. }) = Client::create(&plugin, &[]) else { panic!() };
+    assert_eq!((function, message.as_str()), ("PJRT_Client_Create", "this plugin does nothing"));
+    let Err(error) = Topology::create(&plugin, "v5e:4x4", &[]) else { panic!() };
+    assert!(
+        matches!(error, PjrtError::Missing { minor: 81, function: "PJRT_TopologyDescription_Create", .. }),
+        "{error}"
+    );
+    // A library that is none.
+    let source = folder.path().join("empty.c");
+    let library = folder.path().join("empty.so");
+    std::fs::write(&source, "int nothing;").unwrap();
+    assert!(Command::new("cc").args(["-shared", "-o"]).arg(&library).arg(&source).status().unwrap().success());
+    // SAFETY: made just now.
+    let error = unsafe { Plugin::load(&library) }.unwrap_err();
+    assert!(error.to_string().contains("it exports no GetPjrtApi"), "{error}");
+}
+
+fn environment() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../.venv")
+}
+
+/// A file of the Python environment, or none where it isn't and needn't be.
+fn package(file: &str) -> Option<PathBuf> {
+    let mut prefixes = vec![environment()];
+    prefixes.extend(std::env::var_os("VIRTUAL_ENV").map(PathBuf::from));
+    let packages = |prefix: PathBuf| {
+        let entries = prefix.join("lib").read_dir().into_iter().flatten().flatten();
+        entries.map(|entry| entry.path().join("site-packages").join(file)).collect::<Vec<_>>()
+    };
+    let found = prefixes.into_iter().flat_map(packages).find(|path| path.is_file());
+    if found.is_none() {
+        assert!(std::env::var("PODRING_REQUIRE_PJRT").as_deref() != Ok("1"), "{file} is not in {}", environment().display());
+        eprintln!("NOT RUN: no {file}");
+    }
+    found
+}
+
+/// The oldest interface that is known: its table ends before today's, its structs are shorter.
+#[test]
+fn version_0_81_runs_collectives() {
+    let Some(file) = package("xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so") else { return };
+    // SAFETY: XLA's CPU plugin, pinned in requirements/ici.txt.
+    let plugin = unsafe { Plugin::load(&file) }.unwrap();
+    assert_eq!(plugin.version(), (0, 81));
+    let client = Client::create(&plugin, &[("cpu_device_count", Value::Int(4))]).unwrap();
+    let devices: Vec<i64> = client.devices().iter().map(|device| i64::from(device.id)).collect();
+    let part = PartSpec {
+        dtype: podring_collective::DType::F32,
+        reduction: Some(podring_collective::Reduction::Sum),
+        elements: 1024,
+    };
+    for (op, rows) in [(Op::AllReduce, 1), (Op::ReduceScatter, 4), (Op::AllGather, 1), (Op::AllToAll, 4)] {
+        let scattered = op == Op::ReduceScatter;
+        let spec = Spec {
+            op,
+            parts: vec![part],
+            groups: Groups::all(4),
+            backend: Backend::Cpu,
+            exact: false,
+            donate: false,
+        };
+        let program = build(&spec).unwrap();
+        let loaded = client.compile(&program.text, &CompileOptions::on(devices.iter().copied())).unwrap();
+        let port = &program.inputs[0];
+        assert_eq!(port.dims[0], rows);
+        let dims: Vec<i64> = port.dims.iter().map(|&dim| dim as i64).collect();
+        let buffers: Vec<_> = client
+            .devices()
+            .iter()
+            .map(|device| {
+                let data = 3.0f32.to_le_bytes().repeat(port.bytes() / 4);
+                client.buffer(&data, port.element, &dims, device).unwrap()
+            })
+            .collect();
+        let arguments: Vec<Vec<_>> = buffers.iter().map(|buffer| vec![buffer]).collect();
+        let outputs = loaded.launch(&arguments, false).unwrap().wait().unwrap();
+        let mut out = vec![0u8; program.outputs[0].bytes()];
+        outputs[3][0].read(&mut out).unwrap();
+        let expected = if scattered || spec.op == Op::AllReduce { 12.0f32 } else { 3.0 };
+        assert_eq!(out[..4], expected.to_le_bytes(), "{:?}", spec.op);
+    }
+}
+
+const CHILD: &str = "PODRING_TEST_ABORT";
+
+/// A permute with a channel handle ends the process of XLA's CPU plugin: so such a program is never written, and this is
+/// why. The child is this test again.
+#[test]
+fn what_ends_the_process_is_never_emitted() {
+    let text = |channel: &str| {
+        format!(
+            "module @p attributes {{mhlo.num_partitions = 1 : i32, mhlo.num_replicas = 2 : i32}} {{ func.func public \
+             @main(%arg0: tensor<4xui32>) -> (tensor<4xui32>) {{ %0 = \"stablehlo.collective_permute\"(%arg0) \
+             {{source_target_pairs = dense<[[0, 1]]> : tensor<1x2xi64>{channel}}} : (tensor<4xui32>) -> tensor<4xui32> \
+             return %0 : tensor<4xui32> }} }}"
+        )
+    };
+    let handle = ", channel_handle = #stablehlo.channel_handle<handle = 1, type = 1>";
+    let file = match find(Want::Cpu, &[environment()]) {
+        Ok(file) => file,
+        Err(error) => {
+            assert!(std::env::var("PODRING_REQUIRE_PJRT").as_deref() != Ok("1"), "{error}");
+            eprintln!("NOT RUN: {error}");
+            return;
+        }
+    };
+    let run = |channel: &str| {
+        // SAFETY: XLA's CPU plugin, pinned in requirements/ici.txt.
+        let plugin = unsafe { Plugin::load(&file) }.unwrap();
+        let client = Client::create(&plugin, &[("cpu_device_count", Value::Int(2))]).unwrap();
+        let ids = client.devices().iter().map(|device| i64::from(device.id));
+        let loaded = client.compile(&text(channel), &CompileOptions::on(ids))?;
+        let data = [0u8; 16];
+        let buffers: Vec<_> = client
+            .devices()
+            .iter()
+            .map(|device| client.buffer(&data, podring_ici::pjrt::Element::U32, &[4], device).unwrap())
+            .collect();
+        let arguments: Vec<Vec<_>> = buffers.iter().map(|buffer| vec![buffer]).collect();
+        loaded.launch(&arguments, false)?.wait().map(drop)
+    };
+    if std::env::var_os(CHILD).is_some() {
+        // Ends this process, or is refused by a plugin that has learnt to.
+        println!("survived: {:?}", run(handle));
+        return;
+    }
+    run("").unwrap();
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "what_ends_the_process_is_never_emitted", "--nocapture", "--test-threads", "1"])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(!output.status.success() && !text.contains("survived"), "{:?}: {text}", output.status);
+    for (op, parts) in [(Op::Permute { pairs: vec![(0, 1)] }, true), (Op::Gather { root: 1 }, true), (Op::Barrier, false)] {
+        let part = PartSpec { dtype: podring_collective::DType::U8, reduction: None, elements: 5 };
+        let parts = if parts { vec![part] } else { vec![] };
+        let groups = Groups::all(4);
+        let spec = Spec { op, parts, groups, backend: Backend::Cpu, exact: false, donate: false };
+        assert!(!build(&spec).unwrap().text.contains("channel_handle"));
+    }
+}
