@@ -34,6 +34,8 @@ def describe(name: str, options: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Answers standard input."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    # libtpu lets one process at a time have a machine's TPUs; describing slices takes none.
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     import jax.experimental.topologies  # noqa: F401  Loaded once, before the children.
 
     for line in sys.stdin:

@@ -59,6 +59,51 @@ fn every_operation_compiles_for_a_slice_in_bounded_memory() {
 }
 
 #[test]
+fn uneven_exchanges_compile_as_quickly() {
+    if missing() {
+        return;
+    }
+    let report = report(&["v5e:4x4", "all_to_all", "--uneven", "--bytes", "64M", "--json"]);
+    assert!(report["peak_rss_mib"].as_u64().unwrap() <= 400, "{report}");
+    assert_eq!(report["collectives"], serde_json::json!(["all-to-all"]));
+}
+
+#[test]
+fn a_plan_is_every_program_once() {
+    if missing() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("train.toml");
+    let plan = "slice = \"v5e:2x2\"\n[model]\nparameters = 1_000_000\nlayers = 10\nhidden = 64\ntokens = 100\n\
+                [[axis]]\nname = \"data\"\nsize = 2\nuse = \"shard\"\n\
+                [[axis]]\nname = \"model\"\nsize = 2\nuse = \"tensor\"\n";
+    std::fs::write(&file, plan).unwrap();
+    let reports = report(&["--plan", file.to_str().unwrap(), "--json"]);
+    let ops: Vec<(&str, &str)> = reports
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|one| (one["op"].as_str().unwrap(), one["group"].as_str().unwrap()))
+        .collect();
+    let expected = [
+        ("all_gather", "data"),
+        ("reduce_scatter", "data"),
+        ("all_reduce", "model"),
+        ("all_reduce", "all"),
+        ("barrier", "all"),
+    ];
+    assert_eq!(ops, expected);
+    assert!(reports.as_array().unwrap().iter().all(|one| one["code_bytes"].as_u64().unwrap() > 0));
+    std::fs::write(&file, plan.replace("size = 2", "size = 3")).unwrap();
+    assert!(refusal(&["--plan", file.to_str().unwrap()]).contains('9'));
+    std::fs::write(&file, plan.replace("tensor", "tensors")).unwrap();
+    let words = refusal(&["--plan", file.to_str().unwrap()]);
+    assert!(words.contains("train.toml") && words.contains("tensors"), "{words}");
+    assert!(refusal(&["--plan", "/nonexistent.toml"]).contains("plan /nonexistent.toml"));
+}
+
+#[test]
 fn strategies_are_read_back() {
     if missing() {
         return;

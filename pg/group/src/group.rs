@@ -239,7 +239,9 @@ impl ProcessGroup {
             }
             return self.post(call.collective, call.keep, call.timeout, false);
         };
-        call.collective.validate(inner.rank, inner.size).map_err(|source| Error::Invalid { rank: inner.rank, source })?;
+        call.collective
+            .validate(inner.rank, inner.size)
+            .map_err(|source| Error::Invalid { rank: inner.rank, source })?;
         if inner.closed.load(Ordering::Relaxed) {
             let why = format!("{} after destroy_process_group", op.name());
             return Err(self.failed(Arc::new(Failure::Aborted { by: None, why })));

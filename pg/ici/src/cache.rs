@@ -287,7 +287,7 @@ impl Cache {
         }
         let loaded = match self.on_disk(&key) {
             Some(loaded) => loaded,
-            None => match self.from_others(program, devices) {
+            None => match self.turn(program, devices) {
                 Turn::Received(loaded, bytes) => {
                     self.keep(&key, &bytes);
                     *loaded
@@ -354,7 +354,7 @@ impl Cache {
     }
 
     /// Another machine's program, or this one's turn to compile it (with the name to publish it under, if any).
-    fn from_others(&self, program: &Program, devices: &[i64]) -> Turn {
+    fn turn(&self, program: &Program, devices: &[i64]) -> Turn {
         let Some(share) = &self.share else { return Turn::Mine(None) };
         let name = key(&self.anywhere, program, devices).to_string();
         let alone = |what: &str| {

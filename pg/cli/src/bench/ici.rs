@@ -83,7 +83,14 @@ fn sum(data: &mut [f32]) -> Collective {
 }
 
 /// One rank's share of a measurement.
-fn rank(group: &ProcessGroup, machine: &Machine, bytes: u64, on_device: bool, iters: u32, start: &Barrier) -> Result<Vec<Seen>, Error> {
+fn rank(
+    group: &ProcessGroup,
+    machine: &Machine,
+    bytes: u64,
+    on_device: bool,
+    iters: u32,
+    start: &Barrier,
+) -> Result<Vec<Seen>, Error> {
     let count = bytes.div_ceil(4).max(1) as usize;
     let mut data = vec![0.0f32; count];
     // The program's own layout: whole tiles of 8 × 128 elements, in size classes.

@@ -1,7 +1,7 @@
 //! What is to be compiled: from arguments to a program and its devices.
 
 use podring_ici::{
-    program::{self, Backend, PartSpec, Program, Spec},
+    program::{self, Backend, PartSpec, Program, Spec, layout::TILE},
     slice::{Callers, How, Launch, plan},
 };
 use podring_topology::{Slice, SliceOptions, cost, parse_with};
@@ -40,7 +40,9 @@ impl Job {
         let reduction = op.reduces().then_some(args.redop);
         let spec = Spec {
             op: if args.uneven && op == Op::AllToAll {
-                program::Op::AllToAllUneven { total: count as usize }
+                // As many bytes as even blocks have, and a tile more for each block to start on one.
+                let tiles = (count as usize * args.dtype.size()).div_ceil(TILE) + members as usize;
+                program::Op::AllToAllUneven { tiles }
             } else {
                 program_op(op, members)
             },

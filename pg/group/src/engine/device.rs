@@ -41,9 +41,8 @@ pub(super) fn pack(collective: &mut Collective) -> Option<Box<dyn FnOnce() + Sen
         let first = copies.len();
         for (side, back) in [(&mut part.inputs, false), (&mut part.outputs, true)] {
             for tensor in side.tensors.iter_mut().filter(|tensor| !tensor.layout.is_plain()) {
-                let same = |copy: &&mut Packed| {
-                    back && copy.tensor.data == tensor.data && copy.tensor.layout == tensor.layout
-                };
+                let same =
+                    |copy: &&mut Packed| back && copy.tensor.data == tensor.data && copy.tensor.layout == tensor.layout;
                 let flat = Layout::flat(tensor.layout.numel().unwrap_or(0));
                 if let Some(copy) = copies[first..].iter_mut().find(same) {
                     copy.back = true;
@@ -84,7 +83,6 @@ impl Inside {
     pub fn new(member: Member) -> Self {
         Inside { member }
     }
-
 
     pub fn start(&self, seq: u64, mut call: DeviceCall, timeout: Duration) -> Arc<Ticket> {
         let after = if call.inputs.is_none() { pack(&mut call.collective) } else { None };
@@ -128,10 +126,7 @@ impl Engine for Inside {
 
 /// A flat tensor over memory of ours.
 pub(super) fn flat(memory: &mut [u64], start: usize, count: usize, dtype: DType) -> Tensor {
-    Tensor {
-        data: memory.as_mut_ptr().cast::<u8>().wrapping_add(start * dtype.size()),
-        layout: Layout::flat(count),
-    }
+    Tensor { data: memory.as_mut_ptr().cast::<u8>().wrapping_add(start * dtype.size()), layout: Layout::flat(count) }
 }
 
 /// Blocks of one flat tensor.

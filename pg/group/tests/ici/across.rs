@@ -5,14 +5,8 @@ use podring_group::{Kind as ErrorKind, ProcessGroup};
 
 use crate::job::{LONG, all_reduce, barrier, finish, machine, one, over, post, run_over, tensor};
 
-const REDUCTIONS: [Reduction; 6] = [
-    Reduction::Sum,
-    Reduction::Avg,
-    Reduction::Product,
-    Reduction::Max,
-    Reduction::BitXor,
-    Reduction::PreMulSum(0.5),
-];
+const REDUCTIONS: [Reduction; 6] =
+    [Reduction::Sum, Reduction::Avg, Reduction::Product, Reduction::Max, Reduction::BitXor, Reduction::PreMulSum(0.5)];
 
 /// Small whole numbers, so that every order of additions is exact.
 fn values(rank: usize, count: usize) -> Vec<f64> {

@@ -3,10 +3,7 @@
 use std::{process::Command, time::Duration};
 
 use podring_collective::{Blocks, DType, Kind};
-use podring_group::{
-    Kind as ErrorKind, ProcessGroup,
-    engine::DeviceCall,
-};
+use podring_group::{Kind as ErrorKind, ProcessGroup, engine::DeviceCall};
 use podring_ici::{engine::Options, pjrt::Value};
 use podring_topology::parse;
 
@@ -93,7 +90,8 @@ fn a_refused_program_names_itself_the_group_the_slice_and_the_plugins_words() {
     for error in world(&machine, LONG, |group| finish(group, all_reduce(&mut [0.0f32; 4])).unwrap_err()) {
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         let text = error.to_string();
-        for word in ["compiling all_reduce(SUM, float32, count=4)", "group world", "v5e:1x2", "xla_there_is_no_such_option"]
+        for word in
+            ["compiling all_reduce(SUM, float32, count=4)", "group world", "v5e:1x2", "xla_there_is_no_such_option"]
         {
             assert!(text.contains(word), "{text} lacks {word}");
         }

@@ -42,19 +42,20 @@ pub fn machine_with(devices: u32, options: Options) -> Option<Arc<Machine>> {
     Some(Machine::start(client(devices)?, options).unwrap())
 }
 
-/// A machine whose programs are kept between tests, each of which may be a process of its own.
+/// A machine whose programs are kept between tests, each of which may be a process of its own. Many small programs:
+/// most of the time would go to optimizing them.
 pub fn machine(devices: u32) -> Option<Arc<Machine>> {
     let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("programs");
     let disk = Disk::open(&directory, 1 << 30).unwrap();
-    machine_with(devices, Options { disk: Some(disk), ..Options::default() })
+    let overrides = vec![
+        ("xla_backend_optimization_level".to_owned(), Value::Int(0)),
+        ("xla_llvm_disable_expensive_passes".to_owned(), Value::Bool(true)),
+    ];
+    machine_with(devices, Options { disk: Some(disk), overrides, ..Options::default() })
 }
 
 /// Runs `body` as each rank of a job over `machines`, slice by slice; panics are passed on.
-pub fn run_over<R: Send>(
-    machines: &[Arc<Machine>],
-    timeout: Duration,
-    body: impl Fn(&Rank) -> R + Sync,
-) -> Vec<R> {
+pub fn run_over<R: Send>(machines: &[Arc<Machine>], timeout: Duration, body: impl Fn(&Rank) -> R + Sync) -> Vec<R> {
     let store = MemoryStore::default();
     let per_slice = machines[0].devices();
     let size = per_slice * machines.len() as u32;

@@ -1,6 +1,6 @@
 //! Every operation, type, kind of group and size against plain arithmetic, then thousands of random cases.
 
-use std::{collections::BTreeMap, sync::Arc, time::Instant};
+use std::{sync::Arc, time::Instant};
 
 use half::{bf16, f16};
 use podring_collective::{Blocks, Collective, DType, Kind, Reduction};
@@ -215,10 +215,10 @@ impl Case {
                 Number::Float(float) => float.abs(),
                 Number::Complex(a, b) => a.hypot(*b),
             });
-            let magnitude = if reduction == Reduction::Product {
-                sizes.map(|size| size.max(1.0)).product::<f64>()
-            } else {
-                sizes.sum::<f64>()
+            let magnitude = match reduction {
+                Reduction::Product => sizes.product::<f64>(),
+                Reduction::PreMulSum(factor) => sizes.sum::<f64>() * factor.abs(),
+                _ => sizes.sum::<f64>(),
             };
             let relative = unit(dtype) * roundings + 2f64.powi(-20) * f64::from(u8::from(width < 8));
             let slack = magnitude * relative + smallest(dtype) * roundings;
@@ -242,10 +242,10 @@ fn kinds(devices: u32) -> Vec<Vec<Vec<u32>>> {
     vec![
         vec![(0..devices).rev().collect()],
         vec![(0..half).map(|i| 2 * i).collect(), (0..half).map(|i| 2 * i + 1).collect()],
-        // Neighbours and others, not in order.
-        (0..half).map(|i| if i % 2 == 0 { vec![i + half, i] } else { vec![i, i + half] }).collect(),
         vec![vec![6, 1, 3], vec![0, 2, 4, 5, 7]],
-        (0..devices).map(|rank| vec![rank]).collect(),
+        // Out of order and in order; the more kinds, the more programs.
+        if devices > 8 { vec![] } else { vec![vec![half, 0], vec![1, half + 1]] },
+        if devices > 8 { vec![] } else { vec![vec![0], vec![devices - 1]] },
     ]
 }
 
@@ -308,11 +308,11 @@ fn play(machine: &Arc<Machine>, every_reduction: bool, random_cases: usize) {
             // The same on all ranks of a group.
             let mut random = Random(kind as u64 + 1);
             let last = group.as_ref().map_or(0, |group| group.size() as usize - 1);
-            for row in table(every_reduction && kind == 0) {
-                // Every size in turn where every reduction is tried; else one with blocks alike and one without.
-                let sizes: &[usize] = if kind == 0 { &SIZES } else { &SIZES[random.below(SIZES.len())..][..1] };
-                for size in sizes {
-                    let case = case(row, &mut random, &[*size], [0, last]);
+            for (index, row) in table(every_reduction && kind == 0).into_iter().enumerate() {
+                // The sizes in turn: neighbours in the table share none, and every operation meets all.
+                for turn in 0..if kind == 0 { 3 } else { 1 } {
+                    let size = SIZES[(3 * index + turn) % SIZES.len()];
+                    let case = case(row, &mut random, &[size], [0, last]);
                     if let Some(group) = group {
                         case.check(group);
                         cases += 1;
@@ -343,15 +343,14 @@ fn play(machine: &Arc<Machine>, every_reduction: bool, random_cases: usize) {
     });
     let cases: usize = counted.iter().map(|one| one.0).sum();
     let counts = machine.counts();
-    eprintln!("{cases} cases of a rank, {counts:?}, {} new in random cases, {:.1} s", counted[0].2 - counted[0].1, start.elapsed().as_secs_f64());
-    // Thousands of random sizes, roots, factors and splits meet the programs of the table, and a few of an uneven
-    // all-to-all's other classes.
-    let mut ways = BTreeMap::new();
-    for one in &counted {
-        *ways.entry(one.1 > 0).or_insert(0) += 1;
-    }
-    assert_eq!(ways.get(&true), Some(&1));
-    assert!(counted[0].2 - counted[0].1 < 100, "{} programs were new", counted[0].2 - counted[0].1);
+    eprintln!(
+        "{cases} cases of a rank, {counts:?}, {} new in random cases, {:.1} s",
+        counted[0].2 - counted[0].1,
+        start.elapsed().as_secs_f64()
+    );
+    // Thousands of random sizes, roots, factors and splits meet the programs of the table, but for a few roots that it
+    // happened not to draw.
+    assert!(counted[0].1 > 0 && counted[0].2 - counted[0].1 < 60, "{} programs were new", counted[0].2 - counted[0].1);
 }
 
 #[test]

@@ -22,8 +22,11 @@ fn overlapping_groups_in_different_orders_do_not_deadlock() {
             .collect();
         let mut random = Random(u64::from(rank.rank) + 1);
         for round in 0..30 {
-            let mut posts: Vec<(usize, Vec<f32>)> =
-                (0..groups.len()).flat_map(|group| [(group, vec![rank.rank as f32 + 1.0; 100 + round]), (group, vec![rank.rank as f32 + 1.0; 7])]).collect();
+            let mut posts: Vec<(usize, Vec<f32>)> = (0..groups.len())
+                .flat_map(|group| {
+                    [(group, vec![rank.rank as f32 + 1.0; 100 + round]), (group, vec![rank.rank as f32 + 1.0; 7])]
+                })
+                .collect();
             // Within a group the order of calls is the same on all ranks; between groups it is anybody's.
             let mut order: Vec<usize> = (0..posts.len()).collect();
             for place in (1..order.len()).rev() {

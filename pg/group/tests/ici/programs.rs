@@ -40,7 +40,8 @@ fn warm(machine: &Arc<Machine>) -> Counts {
 fn one_machine_compiles_and_the_others_get_it() {
     let store = MemoryStore::default();
     let Some(first) = sharing(&store, Patience::default()) else { return };
-    let machines = [first, sharing(&store, Patience::default()).unwrap(), sharing(&store, Patience::default()).unwrap()];
+    let machines =
+        [first, sharing(&store, Patience::default()).unwrap(), sharing(&store, Patience::default()).unwrap()];
     let counts: Vec<Counts> = thread::scope(|scope| {
         let running: Vec<_> = machines.iter().map(|machine| scope.spawn(|| warm(machine))).collect();
         running.into_iter().map(|one| one.join().unwrap()).collect()

@@ -23,7 +23,8 @@ fn sums_on_two_devices() {
         }
         // The fabric's collectives and the devices' don't disturb each other.
         let (mut host, mut device) = (vec![1.0f32; 9], vec![2.0f32; 9]);
-        let works = [group.post(all_reduce(&mut host), None, None, false).unwrap(), post(group, all_reduce(&mut device))];
+        let works =
+            [group.post(all_reduce(&mut host), None, None, false).unwrap(), post(group, all_reduce(&mut device))];
         for work in works {
             work.wait(Some(LONG), || false).unwrap();
         }
@@ -127,10 +128,8 @@ fn coalesced_parts_go_together() {
             inputs: Blocks::whole(data.clone()),
             outputs: Blocks::whole(data),
         };
-        let parts = [
-            part(DType::F32, Reduction::Sum, tensor(&mut a)),
-            part(DType::I64, Reduction::Max, tensor(&mut b)),
-        ];
+        let parts =
+            [part(DType::F32, Reduction::Sum, tensor(&mut a)), part(DType::I64, Reduction::Max, tensor(&mut b))];
         finish(group, Collective { kind: Kind::AllReduce, parts: parts.into_iter().collect() }).unwrap();
         assert_eq!((a[4], b[299]), (3.0, 1));
     });

@@ -74,7 +74,7 @@ pub enum Failure {
         /// The member whose device it was, if it was one's.
         rank: Option<u32>,
         /// The plugin's words.
-        error: PjrtError,
+        error: Box<PjrtError>,
     },
 }
 

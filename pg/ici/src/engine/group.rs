@@ -7,7 +7,6 @@ use std::{
 
 use parking_lot::Mutex;
 use podring_collective::{Collective, Keep, Kind};
-use podring_topology::TopologyError;
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
@@ -60,7 +59,7 @@ pub enum OpenError {
         /// The group's name.
         group: String,
         /// Why.
-        source: SliceError,
+        source: Box<SliceError>,
     },
     /// No program joins these devices.
     #[error("group {group} on slice {slice}: {why}")]
@@ -144,12 +143,7 @@ pub struct Member {
 }
 
 impl Group {
-    pub(super) fn open(
-        machine: &Arc<Machine>,
-        spec: &GroupSpec,
-        me: u32,
-        runner: Runner,
-    ) -> Result<Member, OpenError> {
+    pub(super) fn open(machine: &Arc<Machine>, spec: &GroupSpec, me: u32, runner: Runner) -> Result<Member, OpenError> {
         let size = spec.devices.len();
         let disagree = || OpenError::Disagree { group: spec.name.clone(), rank: me };
         if let Some(&device) = spec.devices.iter().find(|&&device| device >= machine.devices()) {
@@ -269,7 +263,13 @@ impl Group {
         }
         if let Some(mail) = state.mail.iter().find(|mail| Arc::ptr_eq(&mail.arrival.ticket, ticket)) {
             let missing = mail.peer.into_iter().collect();
-            return Failure::Timeout { op: mail.arrival.collective.to_string(), seq, after_ms, missing, called: Vec::new() };
+            return Failure::Timeout {
+                op: mail.arrival.collective.to_string(),
+                seq,
+                after_ms,
+                missing,
+                called: Vec::new(),
+            };
         }
         Failure::Timeout { op: name.to_owned(), seq, after_ms, missing: Vec::new(), called: Vec::new() }
     }
@@ -381,14 +381,14 @@ impl Member {
     pub fn warm(&self, calls: &[Collective], mut progress: impl FnMut(usize, usize)) -> Result<(), Failure> {
         progress(0, calls.len());
         for (index, call) in calls.iter().enumerate() {
-            let unsupported =
-                |reason| Failure::Unsupported { op: call.to_string(), reason };
+            let unsupported = |reason| Failure::Unsupported { op: call.to_string(), reason };
             let key = key::of(call, self.group.size(), self.group.machine.target)
                 .map_err(|reason| unsupported(reason.into()))?;
             let prepared = self.group.all.prepared(&self.group.machine, &key).map_err(unsupported)?;
-            self.group.all.load(&self.group.machine, &prepared).map_err(|error| {
-                self.group.plugin_failure("compiling", &call.to_string(), None, error)
-            })?;
+            self.group
+                .all
+                .load(&self.group.machine, &prepared)
+                .map_err(|error| self.group.plugin_failure("compiling", &call.to_string(), None, error))?;
             progress(index + 1, calls.len());
         }
         Ok(())
@@ -552,12 +552,6 @@ fn deadline(timeout: Duration) -> Instant {
     now.checked_add(timeout).unwrap_or(now + Duration::from_secs(315_360_000))
 }
 
-impl From<TopologyError> for OpenError {
-    fn from(error: TopologyError) -> Self {
-        OpenError::Slice { group: String::new(), source: error.into() }
-    }
-}
-
 impl Group {
     pub(super) fn plugin_failure(
         &self,
@@ -572,7 +566,7 @@ impl Group {
             group: self.name.clone(),
             slice: self.machine.name().to_owned(),
             rank,
-            error,
+            error: Box::new(error),
         }
     }
 

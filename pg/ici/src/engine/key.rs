@@ -4,8 +4,8 @@ use podring_collective::{Collective, DType, Kind, Part, Reduction};
 use smallvec::SmallVec;
 
 use crate::program::{
-    Backend, Groups, How, Op, PartSpec, Spec, Unsupported, carrier,
-    layout::{LANES, class_rows},
+    Backend, Groups, How, Op, PartSpec, Spec, Unsupported,
+    layout::{LANES, TILE, class_rows},
     route,
 };
 
@@ -83,11 +83,7 @@ pub(super) fn of(collective: &Collective, members: usize, target: Target) -> Res
     let uneven = kind == Kind::AllToAll
         && collective.parts.iter().any(|part| !all_equal(part.inputs.counts.iter().chain(&part.outputs.counts)));
     if uneven {
-        return Ok(flat(collective.parts.iter().map(|part| {
-            let (carrier, lanes) = carrier(part.dtype);
-            let total = part.inputs.total().max(part.outputs.total());
-            (carrier.size(), elements(kind, part) * lanes, total * lanes)
-        })));
+        return Ok(flat(collective.parts.iter().map(|part| (elements(kind, part) * part.dtype.size(), tiles(part)))));
     }
     let op = match kind {
         Kind::Send { .. } | Kind::Recv { .. } => Op::Permute { pairs: vec![(0, 1)] },
@@ -108,22 +104,23 @@ pub(super) fn of(collective: &Collective, members: usize, target: Target) -> Res
     Ok(Key { op, parts })
 }
 
-/// The uneven all-to-all of parts of (bytes of the carrier, largest block, largest total). Powers of two: splits that
-/// change from call to call meet few classes.
-fn flat(parts: impl Iterator<Item = (usize, usize, usize)>) -> Key {
+/// Tiles of a flat buffer, whose blocks each start on one: the larger of input and output.
+fn tiles(part: &Part) -> usize {
+    let of = |counts: &[usize]| counts.iter().map(|count| (count * part.dtype.size()).div_ceil(TILE)).sum::<usize>();
+    of(&part.inputs.counts).max(of(&part.outputs.counts))
+}
+
+/// The uneven all-to-all of parts of (bytes of the largest block, tiles). Powers of two: splits that change from call to
+/// call meet few classes.
+fn flat(parts: impl Iterator<Item = (usize, usize)>) -> Key {
     let mut most = 1;
     let parts = parts
-        .map(|(width, block, total)| {
-            most = most.max(total.next_power_of_two());
-            let dtype = match width {
-                1 => DType::U8,
-                2 => DType::U16,
-                _ => DType::U32,
-            };
-            PartKey { dtype, reduction: None, elements: block.max(1).next_power_of_two() }
+        .map(|(block, tiles)| {
+            most = most.max(tiles.next_power_of_two());
+            PartKey { dtype: DType::U8, reduction: None, elements: block.max(TILE).next_power_of_two() }
         })
         .collect();
-    Key { op: Op::AllToAllUneven { total: most }, parts }
+    Key { op: Op::AllToAllUneven { tiles: most }, parts }
 }
 
 /// The program for ranks that asked for different ones: of the largest blocks.
@@ -138,10 +135,8 @@ pub(super) fn join(keys: &[&Key], calls: &[&Collective]) -> Option<Key> {
     if calls.first()?.kind == Kind::AllToAll {
         return Some(flat((0..first.parts.len()).map(|index| {
             let parts = || calls.iter().map(|call| &call.parts[index]);
-            let (carrier, lanes) = carrier(calls[0].parts[index].dtype);
-            let block = parts().map(|part| elements(Kind::AllToAll, part)).max().unwrap_or(0);
-            let total = parts().map(|part| part.inputs.total().max(part.outputs.total())).max().unwrap_or(0);
-            (carrier.size(), block * lanes, total * lanes)
+            let bytes = |part: &Part| elements(Kind::AllToAll, part) * part.dtype.size();
+            (parts().map(bytes).max().unwrap_or(0), parts().map(tiles).max().unwrap_or(0))
         })));
     }
     let mut joined = first.clone();
@@ -218,13 +213,13 @@ mod tests {
         let even = of(&exchange(DType::F32, &[3, 3], &[3, 3]), 2, TARGET).unwrap();
         assert_eq!(even.op, Op::AllToAll);
         let uneven = of(&exchange(DType::F64, &[3, 2], &[3, 5]), 2, TARGET).unwrap();
-        assert_eq!(uneven.op, Op::AllToAllUneven { total: 16 });
-        assert_eq!(uneven.parts[0], PartKey { dtype: DType::U32, reduction: None, elements: 16 });
+        assert_eq!(uneven.op, Op::AllToAllUneven { tiles: 2 });
+        assert_eq!(uneven.parts[0], PartKey { dtype: DType::U8, reduction: None, elements: TILE });
         // One rank's splits happen to be even, the other's aren't: both run the flat program.
-        let calls = [exchange(DType::F32, &[3, 3], &[3, 3]), exchange(DType::F32, &[3, 9], &[3, 9])];
+        let calls = [exchange(DType::F32, &[3, 3], &[3, 3]), exchange(DType::F32, &[3, 2000], &[3, 2000])];
         let keys: Vec<Key> = calls.iter().map(|call| of(call, 2, TARGET).unwrap()).collect();
         let joined = join(&[&keys[0], &keys[1]], &[&calls[0], &calls[1]]).unwrap();
-        assert_eq!((joined.op, joined.parts[0].elements), (Op::AllToAllUneven { total: 16 }, 16));
+        assert_eq!((joined.op, joined.parts[0].elements), (Op::AllToAllUneven { tiles: 4 }, 2 * TILE));
     }
 
     proptest! {

@@ -12,12 +12,12 @@ use super::{
     group::{Call, Group, Meeting, OpenError},
     key::{self, Key},
     machine::Machine,
-    stage::{self, Block, Shape, blocks},
+    stage::{self, Block, Lay, Shape, blocks},
     ticket::{Ticket, now},
 };
 use crate::{
     pjrt::{Buffer, Element, Event, Loaded, PjrtError},
-    program::{self, Groups, Op, Program, ProgramError, Role, carrier, layout::LANES, layout::class_rows},
+    program::{self, Groups, Op, Program, ProgramError, Role, layout::LANES, layout::TILE, layout::class_rows},
     slice::{Callers, How, plan},
 };
 
@@ -55,7 +55,7 @@ impl Arrangement {
         let (devices, groups) = match machine.slice() {
             None => (members.to_vec(), Groups::all(members.len() as u32)),
             Some(slice) => {
-                let wrong = |source| OpenError::Slice { group: group.to_owned(), source };
+                let wrong = |source| OpenError::Slice { group: group.to_owned(), source: Box::new(source) };
                 let planned = plan(slice, &[members.to_vec()], Callers::Members).map_err(wrong)?;
                 match planned.how {
                     How::Whole(launch) | How::Cover { launch, .. } | How::Members { launch, .. } => {
@@ -122,31 +122,33 @@ pub(super) struct Arrival {
     donate: bool,
 }
 
-/// What this member puts in, and the distance of its blocks if they are in slots.
-fn gives(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<(SmallVec<[Block; 8]>, Option<usize>)> {
+/// What this member puts in, and how it lies.
+fn gives(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<(SmallVec<[Block; 8]>, Lay)> {
     let width = part.dtype.size();
-    let slot = match op {
-        Op::ReduceScatter => Some(class_rows(elements, width) * LANES * width),
-        Op::AllToAll | Op::Scatter { .. } => Some(elements),
-        _ => None,
+    let lay = match op {
+        Op::ReduceScatter => Lay::Slots(class_rows(elements, width) * LANES * width),
+        Op::AllToAll | Op::Scatter { .. } => Lay::Slots(elements),
+        Op::AllToAllUneven { .. } => Lay::Aligned(TILE),
+        _ => Lay::Packed,
     };
     match kind {
         Kind::Broadcast { root } | Kind::Scatter { root } if root != me => None,
         Kind::Recv { .. } | Kind::Barrier => None,
-        _ => Some((blocks(&part.inputs, width), slot)),
+        _ => Some((blocks(&part.inputs, width), lay)),
     }
 }
 
-/// What this member takes out, and the distance of its blocks if they are in slots.
-fn takes(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<(SmallVec<[Block; 8]>, Option<usize>)> {
-    let slot = match op {
-        Op::AllGather | Op::AllToAll | Op::Gather { .. } => Some(elements),
-        _ => None,
+/// What this member takes out, and how it lies.
+fn takes(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<(SmallVec<[Block; 8]>, Lay)> {
+    let lay = match op {
+        Op::AllGather | Op::AllToAll | Op::Gather { .. } => Lay::Slots(elements),
+        Op::AllToAllUneven { .. } => Lay::Aligned(TILE),
+        _ => Lay::Packed,
     };
     match kind {
         Kind::Reduce { root } | Kind::Gather { root } if root != me => None,
         Kind::Send { .. } | Kind::Barrier => None,
-        _ => Some((blocks(&part.outputs, part.dtype.size()), slot)),
+        _ => Some((blocks(&part.outputs, part.dtype.size()), lay)),
     }
 }
 
@@ -161,8 +163,7 @@ impl Arrival {
         let Call { collective, inputs, donate, keep, after, .. } = call;
         let machine = &group.machine;
         let unsupported = |reason| Arc::new(Failure::Unsupported { op: collective.to_string(), reason });
-        let wish =
-            key::of(&collective, group.size(), machine.target).map_err(|reason| unsupported(reason.into()))?;
+        let wish = key::of(&collective, group.size(), machine.target).map_err(|reason| unsupported(reason.into()))?;
         let wish = if collective.kind.is_point_to_point() {
             // A pair's programs depend on nothing but the shape, which any arrangement of two says.
             Arc::new(message(machine, &wish).map_err(unsupported)?)
@@ -215,13 +216,13 @@ impl Arrival {
         for (index, part) in self.collective.parts.iter().enumerate() {
             let key = &self.wish.key;
             let given = gives(self.collective.kind, self.me, part, &key.op, key.parts[index].elements);
-            let (Some((blocks, slot)), Some(shape)) = (given, self.wish.data_shape(index)) else {
+            let (Some((blocks, lay)), Some(shape)) = (given, self.wish.data_shape(index)) else {
                 inputs.push(None);
                 continue;
             };
             // SAFETY: the caller of the collective keeps its tensors readable until the operation has ended, which it
             // can't before this member has arrived, or while its ticket is held.
-            let copied = unsafe { stage::to_device(machine, &device, shape, &blocks, slot) };
+            let copied = unsafe { stage::to_device(machine, &device, shape, &blocks, lay) };
             inputs.push(Some(copied.map_err(|error| self.fail(group, "copying to the device for", error))?));
         }
         self.inputs = inputs;
@@ -245,19 +246,12 @@ fn message(machine: &Machine, key: &Key) -> Result<Prepared, ProgramError> {
 pub(super) struct Task {
     pub arrival: Arrival,
     prepared: Arc<Prepared>,
-    group: (String, String),
+    group: Arc<Group>,
 }
 
 impl Task {
     pub fn failed(&self, doing: &'static str, error: PjrtError) -> Failure {
-        Failure::Plugin {
-            doing,
-            program: self.arrival.collective.to_string(),
-            group: self.group.0.clone(),
-            slice: self.group.1.clone(),
-            rank: Some(self.arrival.me),
-            error,
-        }
+        self.group.plugin_failure(doing, &self.arrival.collective.to_string(), Some(self.arrival.me), error)
     }
 
     /// Whether results are to be copied to the caller's memory.
@@ -274,13 +268,12 @@ impl Task {
     pub fn copy_out(mut self, machine: &Machine, outputs: &[Buffer]) -> Result<(), Failure> {
         let key = &self.prepared.key;
         for (index, part) in self.arrival.collective.parts.iter().enumerate() {
-            let taken =
-                takes(self.arrival.collective.kind, self.arrival.me, part, &key.op, key.parts[index].elements);
-            let Some((blocks, slot)) = taken else { continue };
+            let taken = takes(self.arrival.collective.kind, self.arrival.me, part, &key.op, key.parts[index].elements);
+            let Some((blocks, lay)) = taken else { continue };
             let (Some(buffer), Some(shape)) = (outputs.get(index), self.prepared.outputs.get(index)) else { continue };
             // SAFETY: the caller keeps its tensors until the operation has ended, which it can't while this thread holds
             // it; validation has refused outputs that overlap.
-            let copied = unsafe { stage::from_device(machine, buffer, shape.bytes, &blocks, slot) };
+            let copied = unsafe { stage::from_device(machine, buffer, shape.bytes, &blocks, lay) };
             copied.map_err(|error| self.failed("copying from the device after", error))?;
         }
         if let Some(after) = self.arrival.after.take() {
@@ -289,6 +282,9 @@ impl Task {
         Ok(())
     }
 }
+
+/// What a replica gives back, and when.
+type Results = (SmallVec<[Buffer; 1]>, Option<Event>);
 
 /// Where a replica's argument comes from.
 enum Argument {
@@ -301,7 +297,11 @@ enum Argument {
 impl Group {
     /// Launches the program of a meeting whose members are all there; their tickets are held. On success they fly; on
     /// failure the caller ends them.
-    pub(super) fn launch(&self, arrangement: &Arrangement, meeting: &mut Meeting) -> Result<(), Arc<Failure>> {
+    pub(super) fn launch(
+        self: &Arc<Self>,
+        arrangement: &Arrangement,
+        meeting: &mut Meeting,
+    ) -> Result<(), Arc<Failure>> {
         let gathered = now();
         let machine = &self.machine;
         let prepared = self.agree(arrangement, meeting)?;
@@ -310,9 +310,8 @@ impl Group {
         let plugin = |doing, rank, error, arrivals: &[&Arrival]| {
             Arc::new(self.plugin_failure(doing, &call(arrivals), rank, error))
         };
-        let loaded = arrangement
-            .load(machine, &prepared)
-            .map_err(|error| plugin("compiling", None, error, &arrivals))?;
+        let loaded =
+            arrangement.load(machine, &prepared).map_err(|error| plugin("compiling", None, error, &arrivals))?;
         let mut others: SmallVec<[Arc<Buffer>; 8]> = SmallVec::new();
         let mut list: SmallVec<[Argument; 32]> = SmallVec::new();
         let mut donate = arrivals.iter().all(|arrival| arrival.donate);
@@ -334,9 +333,8 @@ impl Group {
                 }
                 donate &= !matches!(port.role, Role::Data(_));
                 let other = self.other(arrival, port.role, shape);
-                let other = other.map_err(|error| {
-                    plugin("copying to the device for", Some(arrival.me), error, &arrivals)
-                })?;
+                let other =
+                    other.map_err(|error| plugin("copying to the device for", Some(arrival.me), error, &arrivals))?;
                 list.push(Argument::Other(others.len()));
                 others.push(other);
             }
@@ -348,8 +346,7 @@ impl Group {
                 Argument::Other(index) => arguments.push(&others[index]),
             }
         }
-        let mut results: SmallVec<[(SmallVec<[Buffer; 1]>, Option<Event>); 8]> =
-            (0..replicas).map(|_| (SmallVec::new(), None)).collect();
+        let mut results: SmallVec<[Results; 8]> = (0..replicas).map(|_| (SmallVec::new(), None)).collect();
         let (launched, returned) = {
             // Every device gets programs in one order.
             let _order = machine.launching.lock();
@@ -376,8 +373,7 @@ impl Group {
             let Some(arrival) = meeting.arrivals.get_mut(member).and_then(Option::take) else { continue };
             let ticket = arrival.ticket.clone();
             ticket.stamp(|times| (times.gathered, times.launched, times.returned) = (gathered, launched, returned));
-            let task =
-                Task { arrival, prepared: prepared.clone(), group: (self.name.clone(), machine.name().to_owned()) };
+            let task = Task { arrival, prepared: prepared.clone(), group: self.clone() };
             ticket.flying(task, outputs);
             flying.extend(event.map(|event| (ticket, event)));
         }
@@ -424,9 +420,7 @@ impl Group {
         let Some(joined) = joined else {
             return Err(self.mismatch(arrivals, "types or numbers of tensors differ".to_owned()));
         };
-        let prepared = arrangement
-            .prepared(&self.machine, &joined)
-            .map_err(|reason| unsupported(arrivals, reason))?;
+        let prepared = arrangement.prepared(&self.machine, &joined).map_err(|reason| unsupported(arrivals, reason))?;
         for arrival in arrivals.iter_mut().flatten() {
             if arrival.wish.key == joined {
                 continue;
@@ -498,7 +492,8 @@ impl Group {
                     if let [from, to] = all[..] {
                         let (sent, got) = (&from.collective.parts[index], &to.collective.parts[index]);
                         if sent.dtype != got.dtype {
-                            let what = format!("rank {} sends {}, rank {} expects {}", from.me, sent.dtype, to.me, got.dtype);
+                            let what =
+                                format!("rank {} sends {}, rank {} expects {}", from.me, sent.dtype, to.me, got.dtype);
                             return Err(self.mismatch(arrivals, what));
                         }
                         if sent.inputs.total() != got.outputs.total() {
@@ -517,12 +512,11 @@ impl Group {
         let machine = &self.machine;
         let starts = |part: usize, counts: &dyn Fn(&Part) -> SmallVec<[usize; 8]>| {
             let Some(part) = arrival.collective.parts.get(part) else { return SmallVec::<[u8; 64]>::new() };
-            let (_, lanes) = carrier(part.dtype);
             let mut at = 0i32;
             let mut bytes = SmallVec::new();
             for count in counts(part) {
                 bytes.extend_from_slice(&at.to_le_bytes());
-                at += (count * lanes) as i32;
+                at += (count * part.dtype.size()).div_ceil(TILE) as i32;
             }
             bytes
         };

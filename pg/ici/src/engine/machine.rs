@@ -178,8 +178,12 @@ impl Machine {
     }
 
     fn shared(&self, device: u32, shape: &Shape, value: Option<&[u8]>) -> Result<Arc<Buffer>, PjrtError> {
-        let key =
-            Constant { device, element: shape.element, dims: shape.dims.clone(), value: value.map(SmallVec::from_slice) };
+        let key = Constant {
+            device,
+            element: shape.element,
+            dims: shape.dims.clone(),
+            value: value.map(SmallVec::from_slice),
+        };
         if let Some(known) = self.constants.lock().get(&key) {
             return Ok(known.clone());
         }

@@ -11,6 +11,28 @@ use crate::pjrt::{Buffer, Device, Element, PjrtError};
 /// Where a block lies, and its bytes.
 pub(super) type Block = (*mut u8, usize);
 
+/// How blocks lie in a device buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Lay {
+    /// One after another.
+    Packed,
+    /// As many bytes apart.
+    Slots(usize),
+    /// One after another, each from a multiple of as many bytes on.
+    Aligned(usize),
+}
+
+impl Lay {
+    /// Where the next block starts, whose number is `index` and before which `end` bytes are taken.
+    fn start(self, index: usize, end: usize) -> usize {
+        match self {
+            Lay::Packed => end,
+            Lay::Slots(slot) => index * slot,
+            Lay::Aligned(unit) => end.next_multiple_of(unit),
+        }
+    }
+}
+
 /// The blocks of one side of a part, whose tensors are plain.
 pub(super) fn blocks(side: &Blocks, width: usize) -> SmallVec<[Block; 8]> {
     if let [tensor] = &side.tensors[..] {
@@ -28,12 +50,13 @@ pub(super) fn blocks(side: &Blocks, width: usize) -> SmallVec<[Block; 8]> {
     side.tensors.iter().zip(&side.counts).map(|(tensor, count)| (tensor.data, count * width)).collect()
 }
 
-/// Whether the blocks, `slot` bytes apart (or one after another), already lie in memory as they are to lie.
-fn lies(blocks: &[Block], slot: Option<usize>, bytes: usize) -> Option<*mut u8> {
+/// Whether the blocks already lie in memory as they are to lie.
+fn lies(blocks: &[Block], lay: Lay, bytes: usize) -> Option<*mut u8> {
     let (first, _) = *blocks.first()?;
     let mut at = first;
-    for &(data, size) in blocks {
-        if data != at || slot.is_some_and(|slot| slot != size) {
+    for (index, &(data, size)) in blocks.iter().enumerate() {
+        let end = at as usize - first as usize;
+        if data != at || lay.start(index, end) != end || matches!(lay, Lay::Slots(slot) if slot != size) {
             return None;
         }
         at = at.wrapping_add(size);
@@ -71,12 +94,12 @@ pub(super) struct Shape {
     pub bytes: usize,
 }
 
-/// The blocks, `slot` bytes apart or one after another, must end inside a buffer of `bytes`.
-fn fit(blocks: &[Block], slot: Option<usize>, bytes: usize) -> Result<(), PjrtError> {
-    let end = match slot {
-        Some(slot) => blocks.iter().enumerate().map(|(index, block)| index * slot + block.1).max().unwrap_or(0),
-        None => blocks.iter().map(|block| block.1).sum(),
-    };
+/// The blocks must end inside a buffer of `bytes`.
+fn fit(blocks: &[Block], lay: Lay, bytes: usize) -> Result<(), PjrtError> {
+    let mut end = 0;
+    for (index, block) in blocks.iter().enumerate() {
+        end = lay.start(index, end) + block.1;
+    }
     if end <= bytes {
         return Ok(());
     }
@@ -87,7 +110,7 @@ fn fit(blocks: &[Block], slot: Option<usize>, bytes: usize) -> Result<(), PjrtEr
     })
 }
 
-/// Copies blocks to a device, `slot` bytes apart or one after another. What pads them is arbitrary.
+/// Copies blocks to a device. What pads them is arbitrary.
 ///
 /// # Safety
 /// The blocks are readable.
@@ -96,11 +119,11 @@ pub(super) unsafe fn to_device(
     device: &Device,
     shape: &Shape,
     blocks: &[Block],
-    slot: Option<usize>,
+    lay: Lay,
 ) -> Result<Buffer, PjrtError> {
     let client = machine.client();
-    fit(blocks, slot, shape.bytes)?;
-    if let Some(data) = lies(blocks, slot, shape.bytes) {
+    fit(blocks, lay, shape.bytes)?;
+    if let Some(data) = lies(blocks, lay, shape.bytes) {
         // SAFETY: the blocks lie one after another from here on, and the caller says that they are readable.
         let data = unsafe { std::slice::from_raw_parts(data, shape.bytes) };
         return client.buffer(data, shape.element, &shape.dims, device);
@@ -108,7 +131,7 @@ pub(super) unsafe fn to_device(
     with_scratch(shape.bytes, |laid| {
         let mut at = 0;
         for (index, &(data, bytes)) in blocks.iter().enumerate() {
-            let start = slot.map_or(at, |slot| index * slot);
+            let start = lay.start(index, at);
             if bytes > 0 {
                 // SAFETY: readable by the caller's promise.
                 laid[start..start + bytes].copy_from_slice(unsafe { std::slice::from_raw_parts(data, bytes) });
@@ -128,13 +151,13 @@ pub(super) unsafe fn from_device(
     buffer: &Buffer,
     bytes: usize,
     blocks: &[Block],
-    slot: Option<usize>,
+    lay: Lay,
 ) -> Result<(), PjrtError> {
-    fit(blocks, slot, bytes)?;
+    fit(blocks, lay, bytes)?;
     let scatter = |laid: *const u8| {
         let mut at = 0;
         for (index, &(data, size)) in blocks.iter().enumerate() {
-            let start = slot.map_or(at, |slot| index * slot);
+            let start = lay.start(index, at);
             if size > 0 {
                 // SAFETY: inside the buffer, which `fit` has checked; writable by the caller's promise.
                 unsafe { std::ptr::copy_nonoverlapping(laid.add(start), data, size) };
@@ -162,16 +185,20 @@ mod tests {
     #[test]
     fn blocks_are_found_and_known_to_lie_well() {
         let mut memory = [0u8; 64];
-        let tensor = |start: usize, count| Tensor { data: memory.as_ptr().wrapping_add(start).cast_mut(), layout: Layout::flat(count) };
+        let tensor = |start: usize, count| Tensor {
+            data: memory.as_ptr().wrapping_add(start).cast_mut(),
+            layout: Layout::flat(count),
+        };
         let cut = blocks(&Blocks::cut(tensor(0, 6), &[1, 2, 3]), 4);
         assert_eq!(cut.iter().map(|block| block.1).collect::<Vec<_>>(), [4, 8, 12]);
-        assert_eq!(lies(&cut, None, 24), Some(memory.as_mut_ptr()));
-        assert_eq!(lies(&cut, None, 32), None);
-        assert_eq!(lies(&cut, Some(8), 24), None);
+        assert_eq!(lies(&cut, Lay::Packed, 24), Some(memory.as_mut_ptr()));
+        assert_eq!(lies(&cut, Lay::Packed, 32), None);
+        assert_eq!(lies(&cut, Lay::Slots(8), 24), None);
         let even = blocks(&Blocks::cut(tensor(8, 4), &[2, 2]), 4);
-        assert!(lies(&even, Some(8), 16).is_some());
+        assert!(lies(&even, Lay::Slots(8), 16).is_some());
+        assert!(lies(&even, Lay::Aligned(8), 16).is_some() && lies(&cut, Lay::Aligned(8), 24).is_none());
         let list = blocks(&Blocks::list([tensor(0, 2), tensor(16, 2)]), 4);
-        assert_eq!(lies(&list, None, 16), None);
-        assert_eq!(lies(&[], None, 0), None);
+        assert_eq!(lies(&list, Lay::Packed, 16), None);
+        assert_eq!(lies(&[], Lay::Packed, 0), None);
     }
 }

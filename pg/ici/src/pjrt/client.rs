@@ -298,12 +298,8 @@ impl Event {
             return Ok(());
         }
         let user_arg = Arc::into_raw(target).cast_mut().cast::<c_void>();
-        let mut args = sys::EventOnReady {
-            event: self.raw,
-            callback: Some(trampoline::<T>),
-            user_arg,
-            ..Default::default()
-        };
+        let mut args =
+            sys::EventOnReady { event: self.raw, callback: Some(trampoline::<T>), user_arg, ..Default::default() };
         let outcome = self.plugin.call(&mut args);
         if outcome.is_err() {
             // SAFETY: the plugin refused: it will not call, so that the reference is still ours.

@@ -263,7 +263,13 @@ impl Loaded {
         }
         let flat: SmallVec<[&Buffer; 32]> = arguments.iter().flatten().copied().collect();
         let (mut outputs, mut done) = (Vec::new(), Vec::new());
-        self.launch_flat(arguments.len(), &flat, donate, |_, _, buffer| outputs.push(buffer), |_, event| done.push(event))?;
+        self.launch_flat(
+            arguments.len(),
+            &flat,
+            donate,
+            |_, _, buffer| outputs.push(buffer),
+            |_, event| done.push(event),
+        )?;
         let mut outputs = outputs.into_iter();
         Ok(Launch { outputs: done.iter().map(|_| outputs.by_ref().take(self.outputs).collect()).collect(), done })
     }
@@ -288,8 +294,7 @@ impl Loaded {
         }
         let raw: SmallVec<[Opaque; 32]> = arguments.iter().map(|buffer| buffer.raw).collect();
         let lists: SmallVec<[*const Opaque; 16]> = (0..devices).map(|device| raw[device * count..].as_ptr()).collect();
-        let mut raw_outputs: SmallVec<[Opaque; 16]> =
-            smallvec::smallvec![std::ptr::null_mut(); self.outputs * devices];
+        let mut raw_outputs: SmallVec<[Opaque; 16]> = smallvec::smallvec![std::ptr::null_mut(); self.outputs * devices];
         let base = raw_outputs.as_mut_ptr();
         let output_lists: SmallVec<[*mut Opaque; 16]> =
             (0..devices).map(|device| base.wrapping_add(device * self.outputs)).collect();

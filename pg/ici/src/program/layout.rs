@@ -8,6 +8,9 @@
 /// Elements per row.
 pub const LANES: usize = 128;
 
+/// Bytes of a hardware tile: 8 rows of 32-bit elements.
+pub const TILE: usize = 8 * LANES * 4;
+
 /// Rows of the size class that holds `elements` of `element_bytes` each; at least one tile, also for none.
 pub fn class_rows(elements: usize, element_bytes: usize) -> usize {
     // A tile is 8 rows of 32-bit elements; narrower elements are packed, so that a tile stays 4 KiB.

@@ -40,7 +40,7 @@ fn texts_are_as_reviewed() {
     golden("broadcast", &spec(Op::Broadcast, DType::F64, None, 7, pairs()));
     golden("all_gather", &spec(Op::AllGather, DType::Bool, None, 7, pairs()));
     golden("all_to_all", &spec(Op::AllToAll, DType::C128, None, 1000, Groups::all(4)));
-    golden("all_to_all_uneven", &spec(Op::AllToAllUneven { total: 50 }, DType::F16, None, 20, Groups::all(2)));
+    golden("all_to_all_uneven", &spec(Op::AllToAllUneven { tiles: 3 }, DType::F16, None, 20, Groups::all(2)));
     golden("gather", &spec(Op::Gather { root: 1 }, DType::U8, None, 3, Groups::all(3)));
     golden("scatter", &spec(Op::Scatter { root: 1 }, DType::U8, None, 3, Groups::all(3)));
     golden("permute", &spec(Op::Permute { pairs: vec![(0, 1), (1, 0)] }, DType::F32, None, 3, pairs()));
@@ -60,7 +60,7 @@ fn bad_specs_are_named() {
     assert_eq!(build(&bare).unwrap_err(), ProgramError::NoReduction { part: 0 });
     let c32 = spec(Op::AllReduce, DType::C32, Some(Reduction::Sum), 3, Groups::all(4));
     assert!(matches!(build(&c32), Err(ProgramError::Unsupported(_))));
-    let huge = spec(Op::AllToAllUneven { total: 1 << 31 }, DType::U8, None, 1, Groups::all(2));
+    let huge = spec(Op::AllToAllUneven { tiles: 1 << 31 }, DType::U8, None, 1, Groups::all(2));
     assert!(matches!(build(&huge), Err(ProgramError::TooLarge { .. })));
 }
 

@@ -255,28 +255,40 @@ impl<'a> Body<'a> {
         self.reshape(&entry, &[])
     }
 
-    /// `size` elements of a one-dimensional value, from `start` on.
-    pub fn dynamic_slice(&mut self, from: &Val, start: &Val, size: usize) -> Val {
-        let text = format!(
-            "stablehlo.dynamic_slice {}, {}, sizes = [{size}] : ({}, {}) -> {}",
-            from.name,
-            start.name,
-            from.ty(),
-            start.ty(),
-            tensor(from.element, &[size])
-        );
-        self.put(from.element, &[size], &text)
+    /// `start` along dimension 0, zero along the others; with their types.
+    fn indices(&mut self, start: &Val, dims: usize) -> (String, String) {
+        let zero = (dims > 1).then(|| self.constant("0", start.element, &[]));
+        let all: Vec<&Val> = std::iter::once(start).chain(zero.iter().cycle().take(dims - 1)).collect();
+        let names: Vec<&str> = all.iter().map(|index| index.name.as_str()).collect();
+        let types: Vec<String> = all.iter().map(|index| index.ty()).collect();
+        (names.join(", "), types.join(", "))
     }
 
-    pub fn dynamic_update_slice(&mut self, into: &Val, update: &Val, start: &Val) -> Val {
+    /// `size` along dimension 0, from `start` on.
+    pub fn dynamic_slice(&mut self, from: &Val, start: &Val, size: usize) -> Val {
+        let mut dims = from.dims.clone();
+        dims[0] = size;
+        let (indices, types) = self.indices(start, dims.len());
+        let sizes: Vec<String> = dims.iter().map(usize::to_string).collect();
         let text = format!(
-            "stablehlo.dynamic_update_slice {}, {}, {} : ({}, {}, {}) -> {}",
+            "stablehlo.dynamic_slice {}, {indices}, sizes = [{}] : ({}, {types}) -> {}",
+            from.name,
+            sizes.join(", "),
+            from.ty(),
+            tensor(from.element, &dims)
+        );
+        self.put(from.element, &dims, &text)
+    }
+
+    /// Along dimension 0, from `start` on.
+    pub fn dynamic_update_slice(&mut self, into: &Val, update: &Val, start: &Val) -> Val {
+        let (indices, types) = self.indices(start, into.dims.len());
+        let text = format!(
+            "stablehlo.dynamic_update_slice {}, {}, {indices} : ({}, {}, {types}) -> {}",
             into.name,
             update.name,
-            start.name,
             into.ty(),
             update.ty(),
-            start.ty(),
             into.ty()
         );
         self.put(into.element, &into.dims, &text)

@@ -49,7 +49,12 @@ impl Machine {
         programs
             .entry(program.text.clone())
             .or_insert_with(|| {
-                let options = CompileOptions::on(self.client.devices().iter().map(|device| i64::from(device.id)));
+                let mut options = CompileOptions::on(self.client.devices().iter().map(|device| i64::from(device.id)));
+                // Many small programs: most of the time would go to optimizing them.
+                options.overrides = vec![
+                    ("xla_backend_optimization_level".to_owned(), Value::Int(0)),
+                    ("xla_llvm_disable_expensive_passes".to_owned(), Value::Bool(true)),
+                ];
                 let loaded = self.client.compile(&program.text, &options);
                 Arc::new(loaded.unwrap_or_else(|error| panic!("{error}\n{}", program.text)))
             })

@@ -4,8 +4,8 @@ use podring_collective::DType;
 use podring_ici::{
     pjrt::Code,
     program::{
-        Groups, Op, PartSpec, Role, carrier,
-        layout::{class_rows, gather_up, lay_out},
+        Groups, Op, PartSpec, Role,
+        layout::{TILE, class_rows, gather_up, lay_out},
     },
 };
 
@@ -115,22 +115,35 @@ fn all_to_all_with_starts_as_operands_compiles_once() {
     for groups in group_kinds() {
         let members = groups.size();
         for dtype in [DType::U8, DType::F16, DType::F32, DType::C128] {
-            let (block, total) = (50, 50 * members);
-            let (_, lanes) = carrier(dtype);
-            let program = program(&single(Op::AllToAllUneven { total }, part(dtype, block), &groups));
+            // More than a tile of the widest type.
+            let block = 300;
+            let most = (block * dtype.size()).div_ceil(TILE);
+            let program = program(&single(Op::AllToAllUneven { tiles: most * members }, part(dtype, block), &groups));
+            let tiles = |count: &usize| (count * dtype.size()).div_ceil(TILE);
+            // Blocks of these many elements, each from a tile's beginning.
+            let lay = |bytes: &[u8], counts: &[usize]| {
+                let (mut laid, mut at) = (Vec::new(), 0);
+                for count in counts {
+                    laid.extend_from_slice(&bytes[at..at + count * dtype.size()]);
+                    laid.resize(laid.len().next_multiple_of(TILE), 0x5a);
+                    at += count * dtype.size();
+                }
+                laid
+            };
             for _ in 0..20 {
                 let counts: Vec<Vec<usize>> =
                     (0..members).map(|_| (0..members).map(|_| random.below(block + 1)).collect()).collect();
                 let starts = |list: Vec<usize>| -> Vec<u8> {
                     let mut at = 0i32;
-                    list.into_iter()
+                    list.iter()
                         .flat_map(|count| {
                             let here = at;
-                            at += (count * lanes) as i32;
+                            at += tiles(count) as i32;
                             here.to_le_bytes()
                         })
                         .collect()
                 };
+                let received = |me: usize| -> Vec<usize> { (0..members).map(|from| counts[from][me]).collect() };
                 let flat: Vec<Vec<u8>> = (0..DEVICES)
                     .map(|device| random.bytes(counts[place(&groups, device).1].iter().sum::<usize>() * dtype.size()))
                     .collect();
@@ -138,18 +151,21 @@ fn all_to_all_with_starts_as_operands_compiles_once() {
                     let me = place(&groups, device).1;
                     match role {
                         Role::InputStarts(_) => starts(counts[me].clone()),
-                        Role::OutputStarts(_) => starts((0..members).map(|from| counts[from][me]).collect()),
-                        _ => flat[device].clone(),
+                        Role::OutputStarts(_) => starts(received(me)),
+                        _ => lay(&flat[device], &counts[me]),
                     }
                 });
                 for (device, out) in out.iter().enumerate() {
                     let (group, me) = place(&groups, device);
-                    let mut expected = Vec::new();
+                    let (mut at, mut got, mut expected) = (0, Vec::new(), Vec::new());
                     for (from, &member) in group.iter().enumerate() {
+                        let bytes = counts[from][me] * dtype.size();
                         let start = counts[from][..me].iter().sum::<usize>() * dtype.size();
-                        expected.extend_from_slice(&flat[member as usize][start..][..counts[from][me] * dtype.size()]);
+                        expected.extend_from_slice(&flat[member as usize][start..][..bytes]);
+                        got.extend_from_slice(&out[0][at..at + bytes]);
+                        at += bytes.next_multiple_of(TILE);
                     }
-                    assert_eq!(&out[0][..expected.len()], expected, "{dtype} device {device}");
+                    assert_eq!(got, expected, "{dtype} device {device}");
                 }
             }
         }

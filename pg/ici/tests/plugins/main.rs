@@ -8,7 +8,7 @@ use std::{
 };
 
 use podring_ici::{
-    pjrt::{Client, CompileOptions, PjrtError, Plugin, Topology, Value, Want, find},
+    pjrt::{Client, CompileOptions, PjrtError, Plugin, Topology, Value},
     program::{Backend, Groups, Op, PartSpec, Spec, build},
 };
 
@@ -111,7 +111,11 @@ fn package(file: &str) -> Option<PathBuf> {
     };
     let found = prefixes.into_iter().flat_map(packages).find(|path| path.is_file());
     if found.is_none() {
-        assert!(std::env::var("PODRING_REQUIRE_PJRT").as_deref() != Ok("1"), "{file} is not in {}", environment().display());
+        assert!(
+            std::env::var("PODRING_REQUIRE_PJRT").as_deref() != Ok("1"),
+            "{file} is not in {}",
+            environment().display()
+        );
         eprintln!("NOT RUN: no {file}");
     }
     found
@@ -133,14 +137,8 @@ fn version_0_81_runs_collectives() {
     };
     for (op, rows) in [(Op::AllReduce, 1), (Op::ReduceScatter, 4), (Op::AllGather, 1), (Op::AllToAll, 4)] {
         let scattered = op == Op::ReduceScatter;
-        let spec = Spec {
-            op,
-            parts: vec![part],
-            groups: Groups::all(4),
-            backend: Backend::Cpu,
-            exact: false,
-            donate: false,
-        };
+        let spec =
+            Spec { op, parts: vec![part], groups: Groups::all(4), backend: Backend::Cpu, exact: false, donate: false };
         let program = build(&spec).unwrap();
         let loaded = client.compile(&program.text, &CompileOptions::on(devices.iter().copied())).unwrap();
         let port = &program.inputs[0];
@@ -164,57 +162,54 @@ fn version_0_81_runs_collectives() {
 }
 
 const CHILD: &str = "PODRING_TEST_ABORT";
+const FILES: [&str; 2] = ["lammps_jax_pjrt_cpu/pjrt_c_api_cpu_plugin.so", "xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so"];
 
-/// A permute with a channel handle ends the process of XLA's CPU plugin: so such a program is never written, and this is
-/// why. The child is this test again.
+/// A permute with or without a channel handle, on two devices of a plugin.
+fn permute(file: &Path, channel: &str) -> Result<(), PjrtError> {
+    let text = format!(
+        "module @p attributes {{mhlo.num_partitions = 1 : i32, mhlo.num_replicas = 2 : i32}} {{ func.func public \
+         @main(%arg0: tensor<4xui32>) -> (tensor<4xui32>) {{ %0 = \"stablehlo.collective_permute\"(%arg0) \
+         {{source_target_pairs = dense<[[0, 1]]> : tensor<1x2xi64>{channel}}} : (tensor<4xui32>) -> tensor<4xui32> \
+         return %0 : tensor<4xui32> }} }}"
+    );
+    // SAFETY: XLA's CPU plugin, pinned in requirements/ici.txt.
+    let plugin = unsafe { Plugin::load(file) }?;
+    let client = Client::create(&plugin, &[("cpu_device_count", Value::Int(2))])?;
+    let ids = client.devices().iter().map(|device| i64::from(device.id));
+    let loaded = client.compile(&text, &CompileOptions::on(ids))?;
+    let buffers: Vec<_> = client
+        .devices()
+        .iter()
+        .map(|device| client.buffer(&[0u8; 16], podring_ici::pjrt::Element::U32, &[4], device).unwrap())
+        .collect();
+    let arguments: Vec<Vec<_>> = buffers.iter().map(|buffer| vec![buffer]).collect();
+    loaded.launch(&arguments, false)?.wait().map(drop)
+}
+
+/// A permute with a channel handle ends the process of a plugin: so such a program is never written, and this is why. The
+/// child is this test again.
 #[test]
 fn what_ends_the_process_is_never_emitted() {
-    let text = |channel: &str| {
-        format!(
-            "module @p attributes {{mhlo.num_partitions = 1 : i32, mhlo.num_replicas = 2 : i32}} {{ func.func public \
-             @main(%arg0: tensor<4xui32>) -> (tensor<4xui32>) {{ %0 = \"stablehlo.collective_permute\"(%arg0) \
-             {{source_target_pairs = dense<[[0, 1]]> : tensor<1x2xi64>{channel}}} : (tensor<4xui32>) -> tensor<4xui32> \
-             return %0 : tensor<4xui32> }} }}"
-        )
-    };
-    let handle = ", channel_handle = #stablehlo.channel_handle<handle = 1, type = 1>";
-    let file = match find(Want::Cpu, &[environment()]) {
-        Ok(file) => file,
-        Err(error) => {
-            assert!(std::env::var("PODRING_REQUIRE_PJRT").as_deref() != Ok("1"), "{error}");
-            eprintln!("NOT RUN: {error}");
-            return;
-        }
-    };
-    let run = |channel: &str| {
-        // SAFETY: XLA's CPU plugin, pinned in requirements/ici.txt.
-        let plugin = unsafe { Plugin::load(&file) }.unwrap();
-        let client = Client::create(&plugin, &[("cpu_device_count", Value::Int(2))]).unwrap();
-        let ids = client.devices().iter().map(|device| i64::from(device.id));
-        let loaded = client.compile(&text(channel), &CompileOptions::on(ids))?;
-        let data = [0u8; 16];
-        let buffers: Vec<_> = client
-            .devices()
-            .iter()
-            .map(|device| client.buffer(&data, podring_ici::pjrt::Element::U32, &[4], device).unwrap())
-            .collect();
-        let arguments: Vec<Vec<_>> = buffers.iter().map(|buffer| vec![buffer]).collect();
-        loaded.launch(&arguments, false)?.wait().map(drop)
-    };
-    if std::env::var_os(CHILD).is_some() {
-        // Ends this process, or is refused by a plugin that has learnt to.
-        println!("survived: {:?}", run(handle));
+    if let Some(file) = std::env::var_os(CHILD) {
+        let handle = ", channel_handle = #stablehlo.channel_handle<handle = 1, type = 1>";
+        println!("survived: {:?}", permute(Path::new(&file), handle));
         return;
     }
-    run("").unwrap();
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "what_ends_the_process_is_never_emitted", "--nocapture", "--test-threads", "1"])
-        .env(CHILD, "1")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(!output.status.success() && !text.contains("survived"), "{:?}: {text}", output.status);
-    for (op, parts) in [(Op::Permute { pairs: vec![(0, 1)] }, true), (Op::Gather { root: 1 }, true), (Op::Barrier, false)] {
+    let mut ends = Vec::new();
+    for file in FILES {
+        let Some(file) = package(file) else { return };
+        permute(&file, "").unwrap();
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "what_ends_the_process_is_never_emitted", "--nocapture", "--test-threads", "1"])
+            .env(CHILD, &file)
+            .output()
+            .unwrap();
+        ends.push((output.status.success(), String::from_utf8_lossy(&output.stdout).into_owned()));
+    }
+    assert!(ends.iter().any(|(lived, _)| !lived), "{ends:?}");
+    for (op, parts) in
+        [(Op::Permute { pairs: vec![(0, 1)] }, true), (Op::Gather { root: 1 }, true), (Op::Barrier, false)]
+    {
         let part = PartSpec { dtype: podring_collective::DType::U8, reduction: None, elements: 5 };
         let parts = if parts { vec![part] } else { vec![] };
         let groups = Groups::all(4);

@@ -1,0 +1,106 @@
+//! In a steady state a collective on device buffers allocates nothing of ours: counted at Rust's allocator, over all
+//! threads of the process. (The plugin allocates by its own.)
+
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+use std::alloc::{GlobalAlloc, Layout as Memory, System};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
+
+use podring_collective::{Blocks, Collective, DType, Kind, Layout, Part, Reduction, Tensor};
+use podring_group::engine::{DeviceCall, Devices};
+use podring_group::{Config, HubConfig, MemoryStore, ProcessGroup, Runtime};
+use podring_ici::engine::{Machine, Options};
+use podring_ici::pjrt::{Client, Element, Plugin, Value, Want, find};
+use smallvec::SmallVec;
+
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: passes everything on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, data: *mut u8, layout: Memory) {
+        // SAFETY: passed on.
+        unsafe { System.dealloc(data, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+#[test]
+fn nothing_is_allocated_per_collective() {
+    let environment = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../.venv");
+    let file = match find(Want::Cpu, &[environment]) {
+        Ok(file) => file,
+        Err(error) => {
+            assert!(std::env::var("PODRING_REQUIRE_PJRT").as_deref() != Ok("1"), "{error}");
+            eprintln!("NOT RUN: {error}");
+            return;
+        }
+    };
+    // SAFETY: XLA's CPU plugin, pinned in requirements/ici.txt.
+    let plugin = unsafe { Plugin::load(&file) }.unwrap();
+    let client = Client::create(&plugin, &[("cpu_device_count", Value::Int(2))]).unwrap();
+    let machine = Machine::start(client, Options::default()).unwrap();
+    let store = MemoryStore::default();
+    let together = Barrier::new(2);
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let (store, together, machine) = (store.clone(), &together, machine.clone());
+            scope.spawn(move || {
+                let devices = Devices { machine: machine.clone(), slices: 1, slice: 0 };
+                let runtime = Runtime::start_on(HubConfig::default(), Some(devices)).unwrap();
+                let config = Config {
+                    rank,
+                    size: 2,
+                    name: "steady".into(),
+                    global_ranks: None,
+                    timeout: Duration::from_secs(60),
+                    store: Arc::new(store),
+                };
+                let group = ProcessGroup::form(&runtime, config, || false).unwrap();
+                let device = machine.client().devices()[rank as usize];
+                let laid = vec![0u8; 4096];
+                let mut buffer = Some(machine.client().buffer(&laid, Element::F32, &[1, 8, 128], &device).unwrap());
+                let mut round = |times: usize| {
+                    for _ in 0..times {
+                        let nothing = Tensor { data: std::ptr::dangling_mut(), layout: Layout::flat(1000) };
+                        let both = || Blocks::whole(nothing.clone());
+                        let (dtype, reduction) = (DType::F32, Some(Reduction::Sum));
+                        let part = Part { dtype, reduction, inputs: both(), outputs: both() };
+                        let collective = Collective { kind: Kind::AllReduce, parts: SmallVec::from_iter([part]) };
+                        let inputs = buffer.take().map(|buffer| SmallVec::from_iter([buffer]));
+                        let call = DeviceCall { inputs, donate: true, ..DeviceCall::staged(collective) };
+                        let work = group.post_device(call).unwrap();
+                        work.wait(Some(Duration::from_secs(60)), || false).unwrap();
+                        buffer = work.take_outputs().pop();
+                    }
+                };
+                let mut fewest = u64::MAX;
+                for _ in 0..6 {
+                    together.wait();
+                    let before = ALLOCATIONS.load(Ordering::SeqCst);
+                    together.wait();
+                    round(200);
+                    together.wait();
+                    fewest = fewest.min(ALLOCATIONS.load(Ordering::SeqCst) - before);
+                    together.wait();
+                }
+                // The watchdog, which looks twice a second, allocates a little; one per collective would be 400.
+                assert!(fewest < 40, "{fewest} allocations in 400 collectives");
+                group.shutdown();
+                runtime.stop();
+            });
+        }
+    });
+}
