@@ -144,6 +144,42 @@ fn refusals_carry_libtpus_words_and_limits_hold() {
     assert!(words.contains("ended its process (signal"), "{words}");
 }
 
+/// A plugin whose compile ends the process: an error of this command, which lives.
+#[test]
+fn a_plugin_that_aborts_is_an_error_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, library) = (folder.path().join("aborts.c"), folder.path().join("aborts.so"));
+    let text = r#"
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+static void *works(void *args) { (void)args; return NULL; }
+static void *dies(void *args) { (void)args; fputs("no such luck\n", stderr); abort(); }
+static struct {
+  size_t size; void *extension; size_t version_size; void *version_extension; int major, minor;
+  void *(*slots[110])(void *);
+} table = {sizeof(table), NULL, 24, NULL, 0, 110, {NULL}};
+const void *GetPjrtApi(void) {
+  for (int i = 0; i < 110; i++) table.slots[i] = works;
+  table.slots[89] = dies;
+  return &table;
+}
+"#;
+    std::fs::write(&source, text).unwrap();
+    let made = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status().unwrap();
+    assert!(made.success());
+    let output = Command::new(env!("CARGO_BIN_EXE_podring"))
+        .env("PODRING_PJRT_PLUGIN", &library)
+        .args(["compile", "v5e:2x2", "all_reduce", "--bytes", "1K"])
+        .output()
+        .unwrap();
+    let words = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{words}");
+    for word in ["all_reduce of 1024 bfloat16 on v5e:2x2 (group all)", "signal 6", "no such luck"] {
+        assert!(words.contains(word), "{words} lacks {word}");
+    }
+}
+
 #[test]
 fn bad_questions_are_answered_before_libtpu_is_asked() {
     for (arguments, expected) in [

@@ -296,12 +296,20 @@ impl ProcessGroup {
             inner.process.current.lock().clear(world);
         }
         inner.process.hub.close(inner.channel);
+        if let Some((engine, _)) = &inner.devices {
+            engine.close();
+        }
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if !*self.closed.get_mut() && self.process.hub.check_fork().is_ok() {
+        if self.process.hub.check_fork().is_err() {
+            // A forked child: the engine's locks may be held by threads that are not here.
+            std::mem::forget(self.devices.take());
+            return;
+        }
+        if !*self.closed.get_mut() {
             if let Some(world) = self.world {
                 self.process.current.lock().clear(world);
             }

@@ -40,10 +40,10 @@ use crate::world::channel;
 
 /// One thing to do.
 enum Step {
-    Inside(Collective),
-    Between(Collective),
+    Inside(Box<Collective>),
+    Between(Box<Collective>),
     /// Over the fabric among all members.
-    Host(Collective),
+    Host(Box<Collective>),
     Local(Box<dyn FnOnce() + Send>),
 }
 
@@ -189,7 +189,7 @@ impl Shared {
             Kind::AllToAll | Kind::Gather { .. } | Kind::Scatter { .. } | Kind::Send { .. } | Kind::Recv { .. }
         );
         if alone || call.parts.iter().any(integers) {
-            return VecDeque::from([Step::Host(call.clone())]);
+            return VecDeque::from([Step::Host(Box::new(call.clone()))]);
         }
         let (k, me) = (self.members(), self.me);
         let mut room = |part: &Part, count: usize| -> Tensor {
@@ -200,8 +200,7 @@ impl Shared {
         let mut lists: [SmallVec<[Part; 1]>; 3] = Default::default();
         let (mut before, mut after) = (Vec::new(), Vec::new());
         // The kinds of the three steps; none where this rank has none.
-        let kinds: [Option<Kind>; 3];
-        match kind {
+        let kinds: [Option<Kind>; 3] = match kind {
             Kind::AllReduce | Kind::Reduce { .. } => {
                 let root = kind.root().map(|root| self.place(root));
                 for one in &call.parts {
@@ -221,14 +220,14 @@ impl Shared {
                     };
                     lists[2].push(part(one, None, Blocks::whole(shard), whole));
                 }
-                kinds = match root {
+                match root {
                     None => [Some(Kind::ReduceScatter), Some(Kind::AllReduce), Some(Kind::AllGather)],
                     Some((slice, member)) => [
                         Some(Kind::ReduceScatter),
                         Some(Kind::Reduce { root: slice as u32 }),
                         (slice == self.slice).then_some(Kind::Gather { root: member as u32 }),
                     ],
-                };
+                }
             }
             Kind::Broadcast { root } => {
                 let (slice, member) = self.place(root);
@@ -237,11 +236,11 @@ impl Shared {
                     let output = || Blocks::whole(one.outputs.tensors[0].clone());
                     lists[2].push(part(one, None, output(), output()));
                 }
-                kinds = [
+                [
                     None,
                     (member == me).then_some(Kind::Broadcast { root: slice as u32 }),
                     Some(Kind::Broadcast { root: member as u32 }),
-                ];
+                ]
             }
             Kind::AllGather | Kind::ReduceScatter => {
                 let gathers = kind == Kind::AllGather;
@@ -277,21 +276,21 @@ impl Shared {
                         lists[1].push(part(one, between, cut(mine, &column(me)), one.outputs.clone()));
                     }
                 }
-                kinds = if gathers {
+                if gathers {
                     [None, Some(Kind::AllGather), Some(Kind::AllGather)]
                 } else {
                     [Some(Kind::ReduceScatter), Some(Kind::ReduceScatter), None]
-                };
+                }
             }
-            _ => kinds = [Some(Kind::Barrier); 3],
-        }
+            _ => [Some(Kind::Barrier); 3],
+        };
         let mut steps = VecDeque::new();
         if !before.is_empty() {
             steps.push_back(moves(before));
         }
         for (index, (kind, parts)) in kinds.into_iter().zip(lists).enumerate() {
             let Some(kind) = kind else { continue };
-            let collective = Collective { kind, parts };
+            let collective = Box::new(Collective { kind, parts });
             steps.push_back(if index == 1 { Step::Between(collective) } else { Step::Inside(collective) });
         }
         if !after.is_empty() {
@@ -375,7 +374,7 @@ impl Shared {
                 }
                 Some(Step::Inside(collective)) => {
                     let seq = self.inside_seq.fetch_add(1, Relaxed);
-                    let ticket = self.inside.start(seq, DeviceCall::staged(collective), left);
+                    let ticket = self.inside.start(seq, DeviceCall::staged(*collective), left);
                     let (shared, done) = (self.clone(), ticket.clone());
                     let goes_on: Callback = Box::new(move || match done.failure() {
                         None => shared.advance(job),
@@ -396,7 +395,7 @@ impl Shared {
                 _ => &self.host_seq,
             }
             .fetch_add(1, Relaxed);
-            let call = Call { channel, seq, collective, keep: None, timeout: left, sync: false };
+            let call = Call { channel, seq, collective: *collective, keep: None, timeout: left, sync: false };
             match self.process.hub.post(call) {
                 Ok(ticket) => {
                     let (shared, done) = (self.clone(), ticket.clone());
@@ -471,7 +470,7 @@ impl Engine for Across {
             .map(|call| {
                 let mut memory = Vec::new();
                 let steps = self.0.steps(call, &mut memory);
-                let program = |step| if let Step::Inside(collective) = step { Some(collective) } else { None };
+                let program = |step| if let Step::Inside(collective) = step { Some(*collective) } else { None };
                 steps.into_iter().filter_map(program).collect()
             })
             .collect();
@@ -495,14 +494,18 @@ impl Engine for Across {
     fn pending(&self) -> usize {
         self.0.queue.lock().pending
     }
+
+    fn close(&self) {
+        self.0.inside.close();
+        for channel in [self.0.between, self.0.host] {
+            self.0.process.hub.close(channel);
+        }
+    }
 }
 
 impl Drop for Across {
     fn drop(&mut self) {
-        let shared = &self.0;
-        for channel in [shared.between, shared.host] {
-            shared.process.hub.close(channel);
-        }
+        self.close();
     }
 }
 

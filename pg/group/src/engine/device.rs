@@ -122,6 +122,10 @@ impl Engine for Inside {
     fn pending(&self) -> usize {
         self.member.pending()
     }
+
+    fn close(&self) {
+        self.member.close();
+    }
 }
 
 /// A flat tensor over memory of ours.

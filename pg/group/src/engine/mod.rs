@@ -146,6 +146,8 @@ pub trait Engine: Send + Sync {
     fn broken(&self) -> Option<Broken>;
     /// This member's operations under way.
     fn pending(&self) -> usize;
+    /// Ends this member's part: who needs it fails.
+    fn close(&self);
 }
 
 /// The devices of a job as a process reaches them: a machine, whose devices are one of the job's slices. Ranks of the

@@ -1,7 +1,10 @@
 //! A group on a machine's devices: its members meet here.
 
 use std::{
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::SeqCst},
+    },
     time::{Duration, Instant},
 };
 
@@ -140,6 +143,7 @@ pub struct Member {
     me: u32,
     runner: Runner,
     free: Mutex<Vec<Arc<Ticket>>>,
+    closed: AtomicBool,
 }
 
 impl Group {
@@ -184,7 +188,7 @@ impl Group {
                 _ => return Err(disagree()),
             }
         }
-        Ok(Member { group, me, runner, free: Mutex::default() })
+        Ok(Member { group, me, runner, free: Mutex::default(), closed: AtomicBool::new(false) })
     }
 
     pub(super) fn size(&self) -> usize {
@@ -342,6 +346,13 @@ impl Member {
     /// Fails everything under way and to come, for all members.
     pub fn fail(&self, failure: Failure) {
         self.group.fail(Arc::new(failure));
+    }
+
+    /// Ends this member's part: who needs it fails. What it has come for goes on.
+    pub fn close(&self) {
+        if !self.closed.swap(true, SeqCst) {
+            self.group.leave(self.me);
+        }
     }
 
     /// This member's operations under way.
@@ -542,7 +553,7 @@ fn hold(meeting: &Meeting) {
 
 impl Drop for Member {
     fn drop(&mut self) {
-        self.group.leave(self.me);
+        self.close();
     }
 }
 

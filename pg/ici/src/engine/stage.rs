@@ -184,14 +184,14 @@ mod tests {
 
     #[test]
     fn blocks_are_found_and_known_to_lie_well() {
-        let mut memory = [0u8; 64];
+        let memory = [0u8; 64];
         let tensor = |start: usize, count| Tensor {
             data: memory.as_ptr().wrapping_add(start).cast_mut(),
             layout: Layout::flat(count),
         };
         let cut = blocks(&Blocks::cut(tensor(0, 6), &[1, 2, 3]), 4);
         assert_eq!(cut.iter().map(|block| block.1).collect::<Vec<_>>(), [4, 8, 12]);
-        assert_eq!(lies(&cut, Lay::Packed, 24), Some(memory.as_mut_ptr()));
+        assert_eq!(lies(&cut, Lay::Packed, 24), Some(memory.as_ptr().cast_mut()));
         assert_eq!(lies(&cut, Lay::Packed, 32), None);
         assert_eq!(lies(&cut, Lay::Slots(8), 24), None);
         let even = blocks(&Blocks::cut(tensor(8, 4), &[2, 2]), 4);
