@@ -28,6 +28,7 @@ fn run<R: Send>(
                         global_ranks: None,
                         timeout,
                         store: Arc::new(store),
+                        rendezvous: None,
                     };
                     let runtime = Runtime::start(config).unwrap();
                     let group = ProcessGroup::form(&runtime, form, || false).unwrap();

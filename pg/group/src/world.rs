@@ -7,6 +7,7 @@ use podring_fabric::hub::Address;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
+use crate::rendezvous::Seat;
 use crate::store::{Store, StoreError};
 
 /// Version of the published record.
@@ -17,8 +18,10 @@ const VERSION: u32 = 1;
 pub struct World {
     /// Tells this world from every other.
     pub id: u128,
-    /// The job's secret, made by rank 0; as private as the store it travels in.
+    /// What its processes show each other, made by rank 0 or derived from the secret; as private as the way it came.
     pub token: [u8; 16],
+    /// The job's secret, if it has one besides: 256 bits that no network has seen where the job brought its own token.
+    pub secret: Option<[u8; 32]>,
     /// Where each rank is to be found.
     pub members: Vec<Address>,
 }
@@ -188,7 +191,7 @@ impl<I: FnMut() -> bool> Visit<'_, I> {
             let why = "rank 0 named no world".to_owned();
             return Err(self.failed(StoreError { call: "get", key: keys[0].clone(), why }));
         };
-        Ok(World { id, token, members })
+        Ok(World { id, token, secret: None, members })
     }
 }
 
@@ -209,22 +212,29 @@ pub fn channel(world: u128, name: &str, epoch: u64) -> u64 {
     fnv(world.to_le_bytes().into_iter().chain(epoch.to_le_bytes()).chain(name.bytes()))
 }
 
+/// A default world, and this rank's place in it, if a [`crate::Rendezvous`] formed it.
+#[derive(Clone)]
+pub(crate) struct Standing {
+    pub world: Arc<World>,
+    pub seat: Option<Arc<dyn Seat>>,
+}
+
 /// The current default world of the process, for groups made within it.
 #[derive(Default)]
-pub(crate) struct Current(Option<Arc<World>>);
+pub(crate) struct Current(Option<Standing>);
 
 impl Current {
-    pub fn set(&mut self, world: Arc<World>) {
-        self.0 = Some(world);
+    pub fn set(&mut self, standing: Standing) {
+        self.0 = Some(standing);
     }
 
-    pub fn get(&self) -> Option<Arc<World>> {
+    pub fn get(&self) -> Option<Standing> {
         self.0.clone()
     }
 
     /// Forgets a world that is being destroyed.
     pub fn clear(&mut self, id: u128) {
-        if self.0.as_ref().is_some_and(|world| world.id == id) {
+        if self.0.as_ref().is_some_and(|standing| standing.world.id == id) {
             self.0 = None;
         }
     }
