@@ -197,7 +197,7 @@ def test_two_ranks_with_one_number(layout: str) -> None:
     def body() -> None:
         rank = int(os.environ["RANK"])
         store = dist.FileStore(os.environ["STORE_FILE"], -1)
-        os.environ["RANK"] = str(min(rank, 1))
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(min(rank, 1))
         dist.init_process_group(
             harness.BACKEND, store=store, rank=min(rank, 1), world_size=3, timeout=timedelta(seconds=SECONDS)
         )

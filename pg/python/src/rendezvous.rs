@@ -187,6 +187,10 @@ fn told(error: JoinError, forming: &Forming<'_>) -> Error {
         JoinError::Seat(SeatError::Refused(_)) | JoinError::TwoRankZeros { .. } | JoinError::BadRecord { .. } => {
             Kind::Mismatch
         }
+        JoinError::Seat(SeatError::Ended { why }) => {
+            let why = format!("forming the group: lost rank 0, which had the coordinator: {why}");
+            return Error::Rendezvous { kind: Kind::PeerLost, why, group, rank };
+        }
         JoinError::Credential(_) => Kind::Invalid,
         JoinError::Seat(_) | JoinError::Start(_) => Kind::Network,
     };

@@ -366,7 +366,7 @@ impl Agent {
     /// Tells all who are seated, and ends.
     fn fail(&mut self, says: Says) {
         self.tell(says, None);
-        self.over = true;
+        self.end();
     }
 
     fn tell(&mut self, says: Says, but: Option<u64>) {

@@ -1,14 +1,15 @@
 //! Messages over a Unix socket: a length in four bytes, little-endian, and an encoded message.
 
-use std::io::{self, Write as _};
+use std::io;
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use podring_fork::Marked;
 use prost::Message;
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, recv, sockopt};
+use rustix::net::{RecvFlags, SendFlags, recv, send, sockopt};
 
 /// How long a peer may take to read what it is told.
 const READS: Duration = Duration::from_secs(1);
@@ -18,6 +19,8 @@ pub(super) struct Line {
     /// Before the stream, which closes the descriptor.
     _mark: Marked,
     pub(super) stream: UnixStream,
+    /// Held while a message is written: several threads may have something to say.
+    writing: Mutex<()>,
 }
 
 /// The listening end.
@@ -57,7 +60,7 @@ impl Line {
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
         stream.set_write_timeout(Some(READS))?;
-        Ok(Line { _mark: mark, stream })
+        Ok(Line { _mark: mark, stream, writing: Mutex::new(()) })
     }
 
     /// To the agent of that name.
@@ -71,13 +74,23 @@ impl Line {
         Ok((Line::new(one)?, Line::new(other)?))
     }
 
-    /// Sends a message, whole or not at all as far as the peer can tell.
+    /// Sends a message. After an error the peer can make nothing of what follows.
     pub(super) fn send(&self, message: &impl Message) -> io::Result<()> {
         self.send_bytes(&encode(message))
     }
 
     pub(super) fn send_bytes(&self, bytes: &[u8]) -> io::Result<()> {
-        (&self.stream).write_all(bytes)
+        let _writing = self.writing.lock();
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            // No SIGPIPE: whose program this is in isn't known.
+            match send(&self.stream, rest, SendFlags::NOSIGNAL) {
+                Ok(sent) => rest = &rest[sent..],
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
     }
 
     /// Reads what is there without waiting; `false` at the end.

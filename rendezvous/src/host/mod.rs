@@ -85,6 +85,12 @@ pub enum SeatError {
         /// The session's words.
         why: String,
     },
+    /// The process that has the coordinator ended while the world formed, and no other took its place.
+    #[error("the coordinator's process ended while the world formed: {why}")]
+    Ended {
+        /// How that was noticed.
+        why: String,
+    },
     /// No agent answered.
     #[error("no agent on this host after {waited:?}: {why}")]
     NoAgent {
@@ -182,6 +188,8 @@ impl Seat {
         let began = Instant::now();
         let mut ready = Some(ready);
         let mut why = "nobody listens".to_owned();
+        // When this rank first lost an agent that had the coordinator, which has no successor but in a new life of the job.
+        let mut orphaned: Option<Instant> = None;
         loop {
             let place = match role {
                 Role::Coordinator(coordinator) => {
@@ -225,8 +233,14 @@ impl Seat {
                 match sit(line, joining, began, &mut ask)? {
                     Ok((shared, world)) => return Seat::new(shared, world, agent),
                     // Its process ended, or its world is an earlier one: there will be another agent.
-                    Err(how) => why = how,
+                    Err(how) => {
+                        why = how;
+                        orphaned = orphaned.or_else(|| matches!(role, Role::Guest).then(Instant::now));
+                    }
                 }
+            }
+            if orphaned.is_some_and(|since| since.elapsed() >= ANSWER) {
+                return Err(SeatError::Ended { why });
             }
             if began.elapsed() >= joining.timeout + ANSWER {
                 return Err(SeatError::NoAgent { waited: began.elapsed(), why });
