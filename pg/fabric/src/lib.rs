@@ -5,6 +5,7 @@
 
 pub mod error;
 pub mod fork;
+pub mod handshake;
 pub mod hub;
 pub mod link;
 pub mod memory;

@@ -86,9 +86,10 @@ impl ProcessGroup {
             }
             None => {
                 let address = process.hub.address();
-                let forming = Forming { name: &name, epoch, rank, size, timeout, address };
+                let secret = process.hub.secret();
+                let forming = Forming { name: &name, epoch, rank, size, timeout, address, secret };
                 let world = Arc::new(form(&*store, &forming, interrupted)?);
-                process.hub.trust(world.token);
+                process.hub.trust(world.job());
                 if global_ranks.is_none() {
                     process.current.lock().set(world.clone());
                     (world.clone(), Some(world.id))
