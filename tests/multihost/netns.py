@@ -1,7 +1,7 @@
 """Hosts as network namespaces of this machine, joined by bridges in a namespace of their own.
 
-Nothing is left behind: the namespaces go when the test has ended, however it ended; if the whole test run was killed, the
-next one that makes hosts removes them. The machine's own network isn't touched.
+Nothing is left behind: the namespaces go when the test has ended, however it ended; if the whole test run was killed,
+the next one that makes hosts removes them. The machine's own network isn't touched.
 """
 
 from __future__ import annotations

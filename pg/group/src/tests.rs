@@ -220,13 +220,14 @@ fn ahead(group: &ProcessGroup) {
         Op::Send { .. } => one(kind, DType::I32, None, Blocks::whole(tensor(data)), Blocks::none()),
         _ => one(kind, DType::I32, None, Blocks::none(), Blocks::whole(tensor(data))),
     };
-    let mut buffers: Vec<Vec<i32>> = (0..MESSAGES)
-        .map(|number| if number % 7 == 0 { Vec::new() } else { vec![number as i32; COUNT] })
-        .collect();
+    let mut buffers: Vec<Vec<i32>> =
+        (0..MESSAGES).map(|number| if number % 7 == 0 { Vec::new() } else { vec![number as i32; COUNT] }).collect();
     let mut data = vec![1.0f32; 100];
     if group.rank() == 0 {
         let works: Vec<Work> = (0..MESSAGES)
-            .map(|tag| group.post(call(Op::Send { to: 1, tag }, &mut buffers[tag as usize]), None, None, false).unwrap())
+            .map(|tag| {
+                group.post(call(Op::Send { to: 1, tag }, &mut buffers[tag as usize]), None, None, false).unwrap()
+            })
             .collect();
         finish(group, all_reduce(&mut data)).unwrap();
         for work in works {

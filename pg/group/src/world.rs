@@ -338,8 +338,15 @@ mod tests {
                             std::thread::sleep(Duration::from_millis(120 * u64::from(rank)));
                             let address = address(first + rank);
                             let timeout = Duration::from_secs(10);
-                            let forming =
-                                Forming { name: "g", epoch: 0, rank, size: 3, timeout, address: &address, secret: None };
+                            let forming = Forming {
+                                name: "g",
+                                epoch: 0,
+                                rank,
+                                size: 3,
+                                timeout,
+                                address: &address,
+                                secret: None,
+                            };
                             form(store, &forming, || false).unwrap()
                         })
                     })

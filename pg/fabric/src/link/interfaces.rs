@@ -215,7 +215,10 @@ mod tests {
         let error = |text: &str| publish(&host(), &Selection::parse(text).unwrap()).unwrap_err().to_string();
         let all = "dead0, docker0, eth0, eth0.5, lo, usb0";
         let text = error("eth0,ib0");
-        assert!(text.contains("PODRING_INTERFACES=eth0,ib0") && text.contains("\"ib0\"") && text.contains(all), "{text}");
+        assert!(
+            text.contains("PODRING_INTERFACES=eth0,ib0") && text.contains("\"ib0\"") && text.contains(all),
+            "{text}"
+        );
         let text = error("^l,e,d,u");
         assert!(text.contains("no interface is left") && text.contains(all), "{text}");
     }

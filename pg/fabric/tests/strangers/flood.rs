@@ -14,13 +14,16 @@ use rustix::net::{
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::rig::{HANDSHAKE, SOON, ask, connect, descriptors, enter, hangs_up, hub, job_with, peer_gets_through, until};
+use super::rig::{
+    HANDSHAKE, SOON, ask, connect, descriptors, enter, hangs_up, hub, job_with, peer_gets_through, until,
+};
 
 const HTTP: &[u8] = b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.5.0\r\nAccept: */*\r\n\r\n";
 const HTTP2: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
 const SSH: &[u8] = b"SSH-2.0-OpenSSH_9.6\r\n";
 /// The record header and the start of a client hello; what follows is as good as random.
-const TLS: &[u8] = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\x81\x5b\x2a\x9c\x77\x10\x20\x30\x40\x50\x60\x70\x80\x90\xa0";
+const TLS: &[u8] =
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\x81\x5b\x2a\x9c\x77\x10\x20\x30\x40\x50\x60\x70\x80\x90\xa0";
 
 fn opening(hub: &Hub) -> Opening {
     let (job, from, to) = (77, HubId(78), hub.address().hub);
@@ -68,7 +71,11 @@ fn a_member_must_prove_itself() {
     assert!(hangs_up(&mut stream, SOON) < HANDSHAKE / 2);
     // A rank that isn't its own, and a process that is no member.
     let right = job.opening(member, hub.address().hub, nonce().unwrap()).unwrap();
-    for wrong in [Opening { ranks: [0, 0], ..right }, Opening { ranks: [u32::MAX, 0], ..right }, Opening { from: HubId(6), ..right }] {
+    for wrong in [
+        Opening { ranks: [0, 0], ..right },
+        Opening { ranks: [u32::MAX, 0], ..right },
+        Opening { from: HubId(6), ..right },
+    ] {
         let mut stream = connect(&hub);
         stream.write_all(&wrong.encode()).unwrap();
         assert!(hangs_up(&mut stream, SOON) < HANDSHAKE / 2, "{wrong:?}");

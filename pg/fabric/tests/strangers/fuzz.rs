@@ -185,7 +185,8 @@ impl<'a> Group<'a> {
     fn open(hub: &'a Hub, member: HubId) -> Self {
         let id = random_id() as u64;
         // Where the hub will look for the member in vain: what it sends is not the fuzzer's matter.
-        let nowhere = Address { hub: member, host: "fuzz".into(), machine: "fuzz".into(), name: "fuzz".into(), tcp: vec![] };
+        let nowhere =
+            Address { hub: member, host: "fuzz".into(), machine: "fuzz".into(), name: "fuzz".into(), tcp: vec![] };
         let members = vec![hub.address().clone(), nowhere];
         hub.open(ChannelSpec { id, name: "fuzzed".into(), me: 0, members }).unwrap();
         for (seq, from) in [(0, Some(1)), (1, None)] {
@@ -193,7 +194,8 @@ impl<'a> Group<'a> {
             let tensor = Tensor { data: data.cast(), layout: Layout::flat(LENGTH) };
             let (inputs, outputs) = (Blocks::none(), Blocks::whole(tensor));
             let part = Part { dtype: DType::U8, reduction: None, inputs, outputs };
-            let collective = Collective { kind: Kind::Recv { from, tag: seq as u32 }, parts: [part].into_iter().collect() };
+            let collective =
+                Collective { kind: Kind::Recv { from, tag: seq as u32 }, parts: [part].into_iter().collect() };
             // SAFETY: the box is freed once, there, by the allocator that made it.
             let keep = Some(unsafe { Keep::new(data.cast(), free) });
             hub.post(Call { channel: id, seq, collective, keep, timeout: SOON, sync: false }).unwrap();

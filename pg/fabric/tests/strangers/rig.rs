@@ -61,11 +61,8 @@ pub fn job_with(hub: &Hub, other: HubId) -> Job {
 /// Has a new peer join the hub and add numbers up with it, in time.
 pub fn peer_gets_through(hub: &Hub) {
     let peer = self::hub();
-    let job = Job {
-        id: random_id(),
-        secret: Secret::fresh().unwrap(),
-        members: vec![hub.address().hub, peer.address().hub],
-    };
+    let job =
+        Job { id: random_id(), secret: Secret::fresh().unwrap(), members: vec![hub.address().hub, peer.address().hub] };
     let members = vec![hub.address().clone(), peer.address().clone()];
     let id = job.id as u64;
     std::thread::scope(|scope| {

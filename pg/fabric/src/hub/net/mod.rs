@@ -77,8 +77,7 @@ fn add(epoll: &Guarded, fd: impl AsFd, data: EventData, flags: EventFlags) -> Re
 impl Net {
     /// Opens the hub's sockets. `host` and `machine` as in [`Address`].
     pub fn new(me: HubId, config: &Config, host: String, machine: String, name: String) -> Result<Self, HubError> {
-        let found =
-            interfaces::local().map_err(|source| HubError::System { what: "interface addresses", source })?;
+        let found = interfaces::local().map_err(|source| HubError::System { what: "interface addresses", source })?;
         let published = interfaces::publish(&found, &config.interfaces)?;
         let epoll = Guarded::new(epoll::create(CreateFlags::CLOEXEC).map_err(HubError::system("epoll_create"))?);
         let bell = new_bell().map_err(HubError::system("eventfd"))?;

@@ -194,8 +194,7 @@ fn taken_ports_are_named() {
 
 #[test]
 fn an_unknown_interface_is_named() {
-    let config =
-        Config { interfaces: interfaces::Selection::parse("lo,nosuch0").unwrap(), ..Config::default() };
+    let config = Config { interfaces: interfaces::Selection::parse("lo,nosuch0").unwrap(), ..Config::default() };
     let error = Net::new(HubId(1), &config, "a".into(), "machine".into(), "a".into()).err().unwrap().to_string();
     assert!(error.contains("nosuch0") && error.contains("this host has") && error.contains("lo"), "{error}");
 }
