@@ -143,8 +143,3 @@ pub fn until(limit: Duration, what: &str, mut done: impl FnMut() -> bool) {
         std::thread::sleep(Duration::from_millis(2));
     }
 }
-
-/// Descriptors that the process has open.
-pub fn descriptors() -> usize {
-    std::fs::read_dir("/proc/self/fd").unwrap().count()
-}
