@@ -5,7 +5,6 @@ use std::sync::Arc;
 use podring_collective::Invalid;
 use podring_fabric::error::{Failure, HubError};
 use podring_fabric::hub::BadSetting;
-use podring_rendezvous::secret::BadCredential;
 
 use crate::store::StoreError;
 
@@ -104,9 +103,6 @@ pub enum Error {
     /// A setting in the environment is wrong.
     #[error(transparent)]
     Setting(#[from] BadSetting),
-    /// The job's token can't be had.
-    #[error("PODRING_TOKEN_FILE: {0}")]
-    Token(#[from] BadCredential),
     /// The hub can't start or be used.
     #[error(transparent)]
     Hub(Arc<HubError>),
@@ -178,7 +174,7 @@ impl Error {
     /// Its kind.
     pub fn kind(&self) -> Kind {
         match self {
-            Error::Invalid { .. } | Error::Setting(_) | Error::Token(_) => Kind::Invalid,
+            Error::Invalid { .. } | Error::Setting(_) => Kind::Invalid,
             Error::Failed { failure, .. } => match **failure {
                 Failure::Timeout { .. } => Kind::Timeout,
                 Failure::PeerLost { .. } => Kind::PeerLost,

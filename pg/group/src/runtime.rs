@@ -1,15 +1,12 @@
 //! What a process has of podring: its hub, and what its groups share.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use podring_fabric::fork;
-use podring_fabric::handshake::Secret;
 use podring_fabric::hub::{self, Hub};
-use podring_rendezvous::secret::Token;
 use rustc_hash::FxHashMap;
 
 use crate::error::Error;
@@ -35,15 +32,6 @@ static GLOBAL: AtomicPtr<Runtime> = AtomicPtr::new(std::ptr::null_mut());
 /// The fork generation in which somebody is making it; `u32::MAX` for none. A mark from before a fork doesn't count.
 static MAKING: AtomicU32 = AtomicU32::new(u32::MAX);
 
-/// The hub's settings, from variables as `lookup` gives them.
-fn settings(lookup: impl Fn(&str) -> Option<String>) -> Result<hub::Config, Error> {
-    let mut config = hub::Config::from_lookup(&lookup)?;
-    if let Some(path) = lookup("PODRING_TOKEN_FILE").filter(|path| !path.is_empty()) {
-        config.secret = Some(Secret::from_token(&Token::from_file(Path::new(&path))?.reveal()));
-    }
-    Ok(config)
-}
-
 impl Runtime {
     /// A runtime of its own, apart from the process's. Several may live in one process, as ranks that don't know of it.
     pub fn start(config: hub::Config) -> Result<Runtime, Error> {
@@ -56,8 +44,8 @@ impl Runtime {
         })))
     }
 
-    /// The process's, started if need be with what the environment says.
-    pub fn global() -> Result<Runtime, Error> {
+    /// The process's, started if need be with these settings.
+    pub fn global(settings: impl Fn() -> Result<hub::Config, Error>) -> Result<Runtime, Error> {
         loop {
             if let Some(runtime) = Self::existing() {
                 return Ok(runtime);
@@ -70,7 +58,7 @@ impl Runtime {
             if MAKING.compare_exchange(mark, generation, Ordering::AcqRel, Ordering::Acquire).is_err() {
                 continue;
             }
-            let made = settings(|name| std::env::var(name).ok()).and_then(Runtime::start);
+            let made = settings().and_then(Runtime::start);
             if let Ok(runtime) = &made {
                 GLOBAL.store(Box::into_raw(Box::new(runtime.clone())), Ordering::Release);
             }
@@ -95,23 +83,5 @@ impl Runtime {
     /// Ends the runtime's progress thread. Only for runtimes whose groups are all shut.
     pub fn stop(&self) {
         self.0.hub.shut();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_token_is_read_from_its_file() {
-        let path = std::env::temp_dir().join(format!("podring-token-{}", std::process::id()));
-        let read = || settings(|name| (name == "PODRING_TOKEN_FILE").then(|| path.display().to_string()));
-        let error = read().unwrap_err().to_string();
-        assert!(error.contains(&path.display().to_string()), "{error}");
-        std::fs::write(&path, "0123456789abcdef\n").unwrap();
-        let config = read();
-        std::fs::remove_file(&path).unwrap();
-        assert_eq!(config.unwrap().secret, Some(Secret::from_token("0123456789abcdef")));
-        assert!(settings(|_| None).unwrap().secret.is_none());
     }
 }

@@ -13,6 +13,8 @@ use podring_collective::{Blocks, Collective, DType, Kind as Op, Layout, Part, Re
 use podring_group::{Config, Error, Keep, Kind, ProcessGroup, Runtime, State, Store, StoreError, Work};
 use smallvec::SmallVec;
 
+use crate::settings;
+
 /// PODRING_ABI.
 pub const ABI: u32 = 1;
 /// PODRING_CAPSULE.
@@ -326,7 +328,8 @@ unsafe extern "C" fn group_create(raw: *const RawConfig, out: *mut *mut ProcessG
             timeout: duration(raw.timeout_ms),
             store,
         };
-        let group = ProcessGroup::form(&Runtime::global()?, config, asks(raw.interrupted, raw.interrupted_ctx))?;
+        let group =
+            ProcessGroup::form(&Runtime::global(settings::hub)?, config, asks(raw.interrupted, raw.interrupted_ctx))?;
         // SAFETY: the caller's place for the handle.
         unsafe { out.write(Box::into_raw(Box::new(group))) };
         Ok(())
