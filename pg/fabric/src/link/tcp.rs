@@ -4,6 +4,7 @@ use std::io::IoSlice;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -56,10 +57,28 @@ fn socket(address: &SocketAddr) -> Result<OwnedFd, Errno> {
 fn tune(fd: &OwnedFd) {
     // Each is a wish: a kernel that refuses one still gives a working link.
     let _ = sockopt::set_tcp_nodelay(fd, true);
-    // Buffers are left to the kernel, which grows them to what the path takes: a size asked for would be cut to
-    // net.core.rmem_max, often less than that, and stay there.
     let _ = sockopt::set_socket_keepalive(fd, true);
+    // A size asked for stays as it is, cut to the system's limit; that is often less than what the kernel itself would
+    // grow the buffer to. So only where it is to be had in full.
+    let [send, receive] = *LIMITS;
+    if send >= BUFFER {
+        let _ = sockopt::set_socket_send_buffer_size(fd, BUFFER);
+    }
+    if receive >= BUFFER {
+        let _ = sockopt::set_socket_recv_buffer_size(fd, BUFFER);
+    }
 }
+
+/// Socket buffer size asked for, in bytes.
+const BUFFER: usize = 4 << 20;
+
+/// The system's limits of socket buffers for sending and receiving, in bytes; 0 where they can't be read.
+static LIMITS: LazyLock<[usize; 2]> = LazyLock::new(|| {
+    ["wmem_max", "rmem_max"].map(|name| {
+        let text = std::fs::read_to_string(format!("/proc/sys/net/core/{name}")).unwrap_or_default();
+        text.trim().parse().unwrap_or(0)
+    })
+});
 
 /// Accepts one connection; also says from where.
 pub fn accept(listener: impl AsFd) -> Result<(OwnedFd, IpAddr), Errno> {

@@ -14,7 +14,7 @@ use rustix::net::{
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::rig::{HANDSHAKE, SOON, ask, connect, enter, hangs_up, hub, job_with, peer_gets_through, until};
+use super::rig::{HANDSHAKE, SOON, ask, connect, enter, hangs_up, hub, job_with, peer_gets_through};
 
 const HTTP: &[u8] = b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.5.0\r\nAccept: */*\r\n\r\n";
 const HTTP2: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
