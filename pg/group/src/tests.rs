@@ -28,6 +28,7 @@ fn run<R: Send>(
                         global_ranks: None,
                         timeout,
                         store: Arc::new(store),
+                        rendezvous: None,
                     };
                     let runtime = Runtime::start(config).unwrap();
                     let group = ProcessGroup::form(&runtime, form, || false).unwrap();
@@ -57,7 +58,7 @@ fn two_hosts(rank: u32) -> hub::Config {
 #[test]
 fn a_secret_from_outside_opens_links_on_every_road() {
     use podring_fabric::handshake::Secret;
-    let secret = Some(Secret::from_token("0123456789abcdef"));
+    let secret = Some(Secret::new([1; 32]));
     run(3, |rank| hub::Config { secret: secret.clone(), ..two_hosts(rank / 2) }, LONG, sums);
 }
 
@@ -65,7 +66,7 @@ fn a_secret_from_outside_opens_links_on_every_road() {
 fn another_token_is_named_on_every_rank() {
     use podring_fabric::handshake::Secret;
     for config in [local, two_hosts] {
-        let secret = |rank| Some(Secret::from_token(&format!("token number {rank}")));
+        let secret = |rank| Some(Secret::new([rank as u8; 32]));
         let config = |rank| hub::Config { secret: secret(rank), ..config(rank) };
         let errors = run(2, config, Duration::from_secs(20), |group| {
             let mut data = vec![0.0f32; 4];

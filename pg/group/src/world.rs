@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use podring_fabric::error::HubError;
 
 use crate::error::Error;
+use crate::rendezvous::Seat;
 use crate::store::{Store, StoreError};
 
 /// Version of the published record.
@@ -240,22 +241,29 @@ pub fn channel(world: u128, name: &str, epoch: u64) -> u64 {
     fnv(world.to_le_bytes().into_iter().chain(epoch.to_le_bytes()).chain(name.bytes()))
 }
 
+/// A default world, and this rank's place in it, if a [`crate::Rendezvous`] formed it.
+#[derive(Clone)]
+pub(crate) struct Standing {
+    pub world: Arc<World>,
+    pub seat: Option<Arc<dyn Seat>>,
+}
+
 /// The current default world of the process, for groups made within it.
 #[derive(Default)]
-pub(crate) struct Current(Option<Arc<World>>);
+pub(crate) struct Current(Option<Standing>);
 
 impl Current {
-    pub fn set(&mut self, world: Arc<World>) {
-        self.0 = Some(world);
+    pub fn set(&mut self, standing: Standing) {
+        self.0 = Some(standing);
     }
 
-    pub fn get(&self) -> Option<Arc<World>> {
+    pub fn get(&self) -> Option<Standing> {
         self.0.clone()
     }
 
     /// Forgets a world that is being destroyed.
     pub fn clear(&mut self, id: u128) {
-        if self.0.as_ref().is_some_and(|world| world.id == id) {
+        if self.0.as_ref().is_some_and(|standing| standing.world.id == id) {
             self.0 = None;
         }
     }
@@ -280,7 +288,7 @@ mod tests {
 
     #[test]
     fn a_secret_from_outside_stays_out_of_the_store() {
-        let (outside, other) = (Secret::from_token("0123456789abcdef"), Secret::from_token("0123456789abcdeX"));
+        let (outside, other) = (Secret::new([1; MAC]), Secret::new([2; MAC]));
         let form = |store: &MemoryStore, secret: Option<&Secret>, rank, size| {
             let (address, timeout) = (address(rank), Duration::from_millis(100));
             form(store, &Forming { name: "g", epoch: 0, rank, size, timeout, address: &address, secret }, || false)

@@ -327,6 +327,8 @@ unsafe extern "C" fn group_create(raw: *const RawConfig, out: *mut *mut ProcessG
             global_ranks,
             timeout: duration(raw.timeout_ms),
             store,
+            // Only the default group needs one: others are functions of its members.
+            rendezvous: if raw.global_ranks.is_null() { crate::rendezvous::road()? } else { None },
         };
         let group =
             ProcessGroup::form(&Runtime::global(settings::hub)?, config, asks(raw.interrupted, raw.interrupted_ctx))?;

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use pyo3::prelude::*;
 
 mod abi;
+mod rendezvous;
 mod settings;
 mod topology;
 

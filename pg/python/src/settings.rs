@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use podring_group::{BadSetting, Error, HubConfig, Secret};
+use podring_rendezvous::bootstrap::SECRET;
 use podring_rendezvous::secret::Token;
 
 /// The hub's settings.
@@ -15,7 +16,7 @@ pub fn hub() -> Result<HubConfig, Error> {
             expected: "a file with the job's token, 16 to 4096 visible ASCII characters",
             got: format!("{path}: {}", bad.why),
         })?;
-        config.secret = Some(Secret::from_token(&token.reveal()));
+        config.secret = Some(Secret::new(token.derive(SECRET)));
     }
     Ok(config)
 }

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use podring_fork::Marked;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::futures::OwnedNotified;
@@ -45,6 +46,8 @@ impl Stop {
 
 /// An accepted connection.
 pub(crate) struct Guarded {
+    /// Before the stream, which closes the descriptor.
+    _mark: Marked,
     stream: TcpStream,
     _permit: OwnedSemaphorePermit,
     stop: Stop,
@@ -59,7 +62,16 @@ impl Guarded {
     fn new(stream: TcpStream, permit: OwnedSemaphorePermit, stop: &Stop, idle: Duration) -> Self {
         let (stopped, now) = (stop.listen(), Instant::now());
         let alarm = Box::pin(tokio::time::sleep_until(now + idle));
-        Guarded { stream, _permit: permit, stop: stop.clone(), stopped, idle, read_at: now, alarm }
+        Guarded {
+            _mark: Marked::new(&stream),
+            stream,
+            _permit: permit,
+            stop: stop.clone(),
+            stopped,
+            idle,
+            read_at: now,
+            alarm,
+        }
     }
 }
 
@@ -121,7 +133,7 @@ impl Connected for Guarded {
 
 /// Accepts until stopped. Out of descriptors is a pause, not an end.
 pub(crate) async fn accept(
-    listener: TcpListener,
+    (_mark, listener): (Marked, TcpListener),
     seats: Arc<Semaphore>,
     stop: Stop,
     idle: Duration,
