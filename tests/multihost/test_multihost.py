@@ -110,7 +110,10 @@ def test_token(two: Hosts, tmp_path: Path) -> None:
         return {"PODRING_TOKEN_FILE": str(path)}
 
     assert {value for value, _ in two.run(total, env=token(0))} == {two.ranks}
-    # Whoever forms the world: the launcher's store alone can't know of it, but the links do.
+    # The coordinator turns host 1 away; the launcher's store alone can't know of it, but the links do.
+    ends = two.attempt(total, host_env=token, op_timeout=5)
+    assert all(refused(end, "token") for end in ends[RANKS:]), report(ends)
+    assert all(refused(end, "ranks 2, 3") for end in ends[:RANKS]), report(ends)
     for end in two.attempt(total, env={"PODRING_RENDEZVOUS": "store"}, host_env=token, op_timeout=10):
         assert end.error is not None and "PODRING_TOKEN_FILE" in end.error.message, report([end])
 
