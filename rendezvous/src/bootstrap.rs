@@ -148,29 +148,15 @@ pub struct Newcomer<'a> {
 pub struct Joined {
     /// Its place.
     pub seat: Seat,
-    /// Derived from the job's token; `None` if it has none (certificates alone).
-    pub keys: Option<Keys>,
+    /// The job's secret, derived from its token by the label [`SECRET`]; `None` if it has none (certificates alone).
+    pub secret: Option<[u8; 32]>,
     /// The coordinator lives in rank 0's process: its loss is rank 0's.
     pub inside_rank_0: bool,
 }
 
-/// What a job's token makes: HMAC-SHA256 of two labels under it. Neither tells anything of the token or of the other.
-#[derive(Clone, Copy)]
-pub struct Keys {
-    /// The job's secret, label `podring fabric`: never sent.
-    pub secret: [u8; 32],
-    /// What processes of the job show each other on their links, label `podring hello`, the first half.
-    pub hello: [u8; 16],
-}
-
-impl Keys {
-    fn of(token: &Token) -> Keys {
-        let (secret, long) = (token.derive("podring fabric"), token.derive("podring hello"));
-        let mut hello = [0; 16];
-        hello.copy_from_slice(&long[..16]);
-        Keys { secret, hello }
-    }
-}
+/// What the job's processes prove themselves to each other with: HMAC-SHA256 of this under the token. It tells nothing of
+/// the token.
+pub const SECRET: &str = "podring fabric";
 
 /// Why a rank hasn't joined.
 #[derive(Debug, thiserror::Error)]
@@ -271,15 +257,15 @@ impl Newcomer<'_> {
         token: Option<Token>,
         interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<Joined, JoinError> {
-        let keys = token.as_ref().map(Keys::of);
-        // The name tells nobody the hello: a digest of a digest.
-        let known = keys.map(|keys| hex(Sha256::digest(keys.secret)));
+        let secret = token.as_ref().map(|token| token.derive(SECRET));
+        // The name tells nobody the secret: a digest of a digest.
+        let known = secret.map(|secret| hex(Sha256::digest(secret)));
         let job = format!("{endpoint} {known:?} {:?}", self.settings.tls.as_ref().map(|tls| &tls.cert));
         let agent = agent_name(&hex(Sha256::digest(job)), &self.host_id);
         let access = self.access(vec![endpoint.to_owned()], token, Duration::MAX);
         let ask = || if interrupted() { Wait::Interrupted } else { Wait::On };
         let seat = Seat::take(Role::First(access), &self.joining(agent, self.timeout), || Ok(()), ask)?;
-        Ok(Joined { seat, keys, inside_rank_0: false })
+        Ok(Joined { seat, secret, inside_rank_0: false })
     }
 
     /// Rank 0: starts the coordinator in this process, and publishes it.
@@ -331,7 +317,9 @@ impl Newcomer<'_> {
         };
         let taken = Seat::take(Role::Coordinator(Box::new(coordinator)), &joining, publish, ask);
         match (taken, failed) {
-            (Ok(seat), _) => Ok(Joined { seat, keys: token.as_ref().map(Keys::of), inside_rank_0: true }),
+            (Ok(seat), _) => {
+                Ok(Joined { seat, secret: token.as_ref().map(|token| token.derive(SECRET)), inside_rank_0: true })
+            }
             (Err(SeatError::Stale), Some(failed)) => Err(failed.into()),
             (Err(SeatError::Stale), None) => {
                 Err(JoinError::TwoRankZeros { other: other.unwrap_or_else(|| "another process".to_owned()) })
@@ -416,7 +404,7 @@ impl Newcomer<'_> {
             (None, Some(text)) => Some(Token::new(text)?),
             (None, None) => None,
         };
-        let keys = token.as_ref().map(Keys::of);
+        let secret = token.as_ref().map(|token| token.derive(SECRET));
         // Loopback means the same only on the same machine; there it is the surest.
         let here = record.machine == self.machine;
         let loopback = |endpoint: &String| endpoint.parse::<SocketAddr>().is_ok_and(|at| at.ip().is_loopback());
@@ -444,7 +432,7 @@ impl Newcomer<'_> {
             }
         };
         let seat = Seat::take(role, &joining, || Ok(()), ask)?;
-        Ok(Joined { seat, keys, inside_rank_0: true })
+        Ok(Joined { seat, secret, inside_rank_0: true })
     }
 }
 

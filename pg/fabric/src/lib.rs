@@ -4,6 +4,7 @@
 //! over the hub. What is sent when is decided by [`schedule`], what is done to elements by [`podring_kernel`].
 
 pub mod error;
+pub mod handshake;
 pub mod hub;
 pub mod link;
 pub mod memory;

@@ -235,6 +235,7 @@ impl Error {
             Error::Store { .. } => Kind::Store,
             Error::Hub(error) => match **error {
                 HubError::System { .. } | HubError::Port { .. } => Kind::Network,
+                HubError::Interfaces(_) => Kind::Invalid,
                 HubError::Forked | HubError::Closed | HubError::Duplicate { .. } => Kind::Aborted,
             },
             Error::Interrupted => Kind::Interrupted,

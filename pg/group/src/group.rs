@@ -90,7 +90,8 @@ impl ProcessGroup {
             }
             None => {
                 let address = process.hub.address();
-                let forming = Forming { name: &name, epoch, rank, size, timeout, address };
+                let secret = process.hub.secret();
+                let forming = Forming { name: &name, epoch, rank, size, timeout, address, secret };
                 // A world of one needs nobody to tell it of the others.
                 let rendezvous = rendezvous.filter(|_| global_ranks.is_none() && size > 1);
                 let (world, seat) = match rendezvous {
@@ -100,7 +101,7 @@ impl ProcessGroup {
                     }
                     None => (Arc::new(form(&*store, &forming, interrupted)?), None),
                 };
-                process.hub.trust(world.token);
+                process.hub.trust(world.job());
                 if let Some(seat) = &seat {
                     seat.listen(Box::new(act_on(process.hub.clone(), world.clone())));
                 }

@@ -14,6 +14,7 @@ pub use error::{Error, Kind};
 pub use group::{Config, ProcessGroup, Work};
 pub use membership::{Membership, StoreMembership};
 pub use podring_fabric::error::{Failure, LedgerRow};
+pub use podring_fabric::handshake::Secret;
 pub use podring_fabric::hub::{Address, BadSetting, Callback, Config as HubConfig, Keep, State};
 pub use rendezvous::{News, Rendezvous, Seat};
 pub use runtime::Runtime;

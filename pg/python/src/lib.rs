@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 
 mod abi;
 mod rendezvous;
+mod settings;
 mod topology;
 
 /// Runs the `podring` command line; `args` includes the program name. Returns the exit code.

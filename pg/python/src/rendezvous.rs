@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use podring_group::{
-    Address, BadSetting, Error, Failure, Forming, Kind, Membership, News, Rendezvous, Seat, Store, StoreError, World,
+    Address, BadSetting, Error, Failure, Forming, Kind, Membership, News, Rendezvous, Seat, Secret, Store, StoreError,
+    World,
 };
-use podring_rendezvous::bootstrap::{self, Board, BoardError, JoinError, Joined, Keys, Newcomer, Settings};
+use podring_rendezvous::bootstrap::{self, Board, BoardError, JoinError, Joined, Newcomer, Settings};
 use podring_rendezvous::decide::roster;
 use podring_rendezvous::environment::Launch;
 use podring_rendezvous::host::{self, Notice, SeatError};
@@ -42,7 +43,7 @@ struct Detail {
     /// Rank 0's alone: names the world.
     world: Option<u128>,
     /// Rank 0's alone, and only in a job without a token: what would be derived from one.
-    keys: Option<([u8; 32], [u8; 16])>,
+    secret: Option<[u8; 32]>,
     /// Where the launcher put it.
     slice: Option<u32>,
     worker: Option<u32>,
@@ -103,8 +104,8 @@ impl Rendezvous for Coordinated {
             version: VERSION,
             address: address.clone(),
             world: if rank == 0 { Some(u128::from_le_bytes(random().map_err(internal)?)) } else { None },
-            keys: match rank {
-                0 if !self.0.has_token() => Some((random().map_err(internal)?, random().map_err(internal)?)),
+            secret: match rank {
+                0 if !self.0.has_token() => Some(random().map_err(internal)?),
                 _ => None,
             },
             slice: value(&launch.slice),
@@ -150,7 +151,7 @@ fn world(joined: &Joined, size: u32) -> Result<World, String> {
                 return Err(unreadable(format!("it has version {}, this podring {VERSION}", detail.version)));
             }
             if rank == 0 {
-                first = detail.world.map(|world| (world, detail.keys));
+                first = detail.world.map(|world| (world, detail.secret));
             }
             if let Some(member) = members.get_mut(rank as usize) {
                 *member = Some(detail.address);
@@ -158,14 +159,13 @@ fn world(joined: &Joined, size: u32) -> Result<World, String> {
         }
     }
     let members: Option<Vec<Address>> = members.into_iter().collect();
-    let (Some(members), Some((id, keys))) = (members, first) else {
+    let (Some(members), Some((id, secret))) = (members, first) else {
         return Err("the coordinator formed a world without some of its ranks, or without its name".to_owned());
     };
-    let keys = joined.keys.or(keys.map(|(secret, hello)| Keys { secret, hello }));
-    let Some(Keys { secret, hello }) = keys else {
+    let Some(secret) = joined.secret.or(secret) else {
         return Err("rank 0 has a token, and this rank has none".to_owned());
     };
-    Ok(World { id, token: hello, secret: Some(secret), members })
+    Ok(World { id, secret: Secret::new(secret).for_job(id), members })
 }
 
 /// A rank's failure to join, as the group's error.
