@@ -119,7 +119,7 @@ fn a_world_forms_on_one_host_and_on_several() {
         for (rank, one) in joined.iter().enumerate() {
             assert_eq!(*one.seat.world(), world);
             assert_eq!(world.host_of(rank as u32), Some(hosts[rank]));
-            assert!(one.keys.unwrap().secret == joined[0].keys.unwrap().secret && one.inside_rank_0);
+            assert!(one.secret.is_some() && one.secret == joined[0].secret && one.inside_rank_0);
         }
         // One agent for each host.
         let mut different = hosts.to_vec();
@@ -271,7 +271,7 @@ fn a_standing_coordinator_serves_world_after_world() {
     for turn in 1..=3 {
         let joined = all(four.clone());
         assert_eq!(joined[0].seat.world().epoch, turn);
-        assert!(!joined[0].inside_rank_0 && joined[0].keys.is_none());
+        assert!(!joined[0].inside_rank_0 && joined[0].secret.is_none());
         let access = Access { timeout: SOON, ..Access::new(coordinator.addresses()[0].to_string()) };
         assert_eq!(Store::connect(&access).unwrap().status().unwrap().agents.len(), 2);
         // Whoever leaves first comes back first, to an agent that may have others still.
