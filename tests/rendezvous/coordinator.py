@@ -92,6 +92,6 @@ def certificates(folder: Path, authority: str) -> tuple[Path, Path, Path]:
     new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
     openssl("req", "-x509", *new, "-keyout", ca_key, "-out", ca, "-days", "2", "-subj", f"/CN={authority}")
     openssl("req", *new, "-keyout", key, "-out", request, "-subj", "/CN=podring-test")
-    signed = ["-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2", "-extfile", ext]
+    signed: list[str | Path] = ["-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2", "-extfile", ext]
     openssl("x509", "-req", "-in", request, *signed, "-out", cert)
     return cert, key, ca

@@ -41,7 +41,7 @@ def refused(ends: list[End], *says: str, kind: str = "RuntimeError") -> None:
         assert end.seconds < SECONDS + 4, report(ends)
 
 
-def ends(layout: str, ranks: int = 3, rank_env: harness.RankEnv | None = None, **env: str) -> list[End]:
+def ends(layout: str, env: Mapping[str, str], ranks: int = 3, rank_env: harness.RankEnv | None = None) -> list[End]:
     """How `ranks` ranks end that join."""
     extra = rank_env or (lambda rank: {})
     both: harness.RankEnv = lambda rank: {**LAYOUTS[layout](rank), **extra(rank)}  # noqa: E731
@@ -51,7 +51,7 @@ def ends(layout: str, ranks: int = 3, rank_env: harness.RankEnv | None = None, *
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_coordinator_absent(layout: str) -> None:
     address = f"127.0.0.1:{harness.free_port()}"
-    refused(ends(layout, PODRING_COORDINATOR=address), address, "refused", kind="DistNetworkError")
+    refused(ends(layout, {"PODRING_COORDINATOR": address}), address, "refused", kind="DistNetworkError")
 
 
 @contextmanager
@@ -89,13 +89,13 @@ def another_program(greeting: bytes) -> Iterator[int]:
 def test_port_of_another_program() -> None:
     """A port that is held by something else."""
     with another_program(b"SSH-2.0-something else\r\n") as port:
-        refused(ends("one host", PODRING_COORDINATOR=f"127.0.0.1:{port}"), str(port), "is no podring coordinator")
+        refused(ends("one host", {"PODRING_COORDINATOR": f"127.0.0.1:{port}"}), str(port), "is no podring coordinator")
 
 
 def test_port_that_says_nothing() -> None:
     """A half-open connection."""
     with another_program(b"") as port:
-        refused(ends("one host", PODRING_COORDINATOR=f"127.0.0.1:{port}"), str(port), "said nothing")
+        refused(ends("one host", {"PODRING_COORDINATOR": f"127.0.0.1:{port}"}), str(port), "said nothing")
 
 
 @pytest.fixture
@@ -111,10 +111,10 @@ def test_wrong_token(token: Path, tmp_path: Path) -> None:
     other.write_text("fedcba98765432100123\n")
     with coordinator("--token-file", str(token)) as standing:
         there = {"PODRING_COORDINATOR": standing.address}
-        refused(ends("one host", PODRING_TOKEN_FILE=str(other), **there), "wrong token", kind="DistNetworkError")
-        refused(ends("one host", **there), "no token given")
+        refused(ends("one host", {"PODRING_TOKEN_FILE": str(other), **there}), "wrong token", kind="DistNetworkError")
+        refused(ends("one host", there), "no token given")
         odd: harness.RankEnv = lambda rank: {"PODRING_TOKEN_FILE": str(other if rank == 1 else token)}  # noqa: E731
-        some = ends("one host", rank_env=odd, **there)
+        some = ends("one host", there, rank_env=odd)
         refused([some[1]], "wrong token")
         refused([some[0], some[2]], "rank 1")
         # And the right one.
@@ -124,7 +124,7 @@ def test_wrong_token(token: Path, tmp_path: Path) -> None:
 
 def test_token_that_cannot_be_used(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
-    refused(ends("one host", ranks=2, PODRING_TOKEN_FILE=missing), missing, kind="ValueError")
+    refused(ends("one host", {"PODRING_TOKEN_FILE": missing}, ranks=2), missing, kind="ValueError")
 
 
 def test_token_file_keeps_the_secret_out_of_the_store(token: Path, tmp_path: Path) -> None:
@@ -159,11 +159,11 @@ def test_certificates(tmp_path: Path) -> None:
         there = {"PODRING_COORDINATOR": standing.address}
         right = {**there, **tls(cert, key, ca)}
         assert run(joined, 3, init=False, env=right, rank_env=ALONE) == [3.0] * 3
-        refused(ends("one host", **there, **tls(*other)), "certificate", kind="DistNetworkError")
-        refused(ends("one host", **there), standing.address)
+        refused(ends("one host", {**there, **tls(*other)}), "certificate", kind="DistNetworkError")
+        refused(ends("one host", there), standing.address)
     # Rank 0's own, and no token anywhere.
     assert run(joined, 2, init=False, env=tls(cert, key, ca), rank_env=ALONE) == [2.0, 2.0]
-    refused(ends("one host", ranks=2, PODRING_TLS_CERT=str(cert)), "PODRING_TLS_KEY", kind="ValueError")
+    refused(ends("one host", {"PODRING_TLS_CERT": str(cert)}, ranks=2), "PODRING_TLS_KEY", kind="ValueError")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -262,7 +262,10 @@ def test_launcher_that_says_otherwise() -> None:
 
 def test_launchers_that_contradict_each_other() -> None:
     refused(
-        ends("one host", ranks=2, SLURM_PROCID="1", SLURM_NTASKS="2")[:1], "RANK", "SLURM_PROCID", kind="ValueError"
+        ends("one host", {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ranks=2)[:1],
+        "RANK",
+        "SLURM_PROCID",
+        kind="ValueError",
     )
 
 
@@ -271,7 +274,7 @@ def test_launchers_that_contradict_each_other() -> None:
     [("PODRING_RENDEZVOUS", "etcd"), ("PODRING_COORDINATOR", "nowhere"), ("PODRING_COORDINATOR", "host:0")],
 )
 def test_bad_setting_is_named(variable: str, value: str) -> None:
-    refused(ends("one host", ranks=2, **{variable: value}), variable, value, kind="ValueError")
+    refused(ends("one host", {variable: value}, ranks=2), variable, value, kind="ValueError")
 
 
 def test_garbage_on_the_coordinators_port() -> None:

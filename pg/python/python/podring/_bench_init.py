@@ -75,21 +75,29 @@ def one_rank(page: Page, rank: int, backend: str, plan: dict[str, Any], out: int
         act()
         return page.slowest(rank, time.perf_counter_ns() - began, timeout)
 
-    discovery = timed(lambda: dist.Backend(backend))
+    discovery = timed(lambda: dist.Backend._ensure_backend_registered(backend) if backend == "tpu" else None)
     init = timed(lambda: dist.init_process_group(backend, timeout=limit))
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     if tensor.item() != ranks:
         raise AssertionError(f"rank {rank}: all_reduce gave {tensor.item()}, not {ranks}")
 
-    groups, barriers = [], []
+    groups: list[float] = []
+    barriers: list[float] = []
     _, store = c10d._world.pg_map[c10d._get_default_group()]
-    for turn in range(plan["groups"]):
-        made: list[Any] = []
-        groups.append(timed(lambda made=made: made.append(dist.new_group(list(range(ranks))))))
-        name = c10d.GroupName(f"bench{turn}")
-        barriers.append(timed(lambda name=name: c10d._store_based_barrier(rank, store, name, ranks, limit)))
-        dist.destroy_process_group(made[0])
+    members = list(range(ranks))
+    made: list[Any] = []
+
+    def make() -> None:
+        made.append(dist.new_group(members))
+
+    def hold() -> None:
+        c10d._store_based_barrier(rank, store, c10d.GroupName(f"bench{len(barriers)}"), ranks, limit)
+
+    for _ in range(plan["groups"]):
+        groups.append(timed(make))
+        barriers.append(timed(hold))
+        dist.destroy_process_group(made.pop())
     page.meet(rank, timeout)
     dist.destroy_process_group()
     if rank == 0:
