@@ -15,7 +15,7 @@ def test_init_and_new_group_are_timed_beside_gloo(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     numbers = json.loads(file.read_text())
     assert numbers["ranks"] == 8 and numbers["join_s"] > 0
-    for name in ("init_ms", "new_group_ms", "store_barrier_ms"):
+    for name in ("init_ms", "discovery_ms", "new_group_ms", "store_barrier_ms"):
         assert set(numbers[name]) == {"2", "3"}, numbers[name]
         for ours, gloos in numbers[name].values():
             assert 0 < ours < 10_000 and 0 < gloos < 10_000, numbers[name]

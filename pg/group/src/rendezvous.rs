@@ -48,3 +48,7 @@ pub enum News {
         failure: Failure,
     },
 }
+
+#[cfg(test)]
+#[path = "rendezvous_tests.rs"]
+mod tests;

@@ -214,7 +214,7 @@ impl Agent {
     fn heard(&mut self, id: u64, said: Said) {
         match said {
             Said::Seat(seat) => {
-                if let Err(says) = self.seat(id, seat) {
+                if let Some(says) = self.seat(id, seat) {
                     self.tell_one(id, &pb::AgentSays { what: Some(says) });
                     self.callers.remove(&id);
                 }
@@ -228,15 +228,16 @@ impl Agent {
         }
     }
 
-    fn seat(&mut self, id: u64, seat: pb::Seat) -> Result<(), Says> {
+    /// Seats a rank, or gives what it is told instead.
+    fn seat(&mut self, id: u64, seat: pb::Seat) -> Option<Says> {
         let pb::Seat { version, rank, world_size, host, detail, timeout_ms, hosts, expected } = seat;
         let refused = |refusal: &Refusal| Says::Refused(wire::refused(refusal).1);
         let major = |version: &str| version.split('.').next().map(str::to_owned);
         if major(&version) != major(wire::VERSION) {
-            return Err(refused(&Refusal::Version { yours: version, ours: wire::VERSION.to_owned() }));
+            return Some(refused(&Refusal::Version { yours: version, ours: wire::VERSION.to_owned() }));
         }
         if self.world.is_some() {
-            return Err(match self.seats.holder(rank) {
+            return Some(match self.seats.holder(rank) {
                 Some(holder) => refused(&Refusal::Twin { rank, holder: holder.host.clone(), second: host }),
                 None => Says::FormedBefore(pb::Closing {}),
             });
@@ -246,7 +247,7 @@ impl Agent {
         let sat = self.seats.sit(id, seated);
         // Also for one that was refused: the others are told of it if they wait in vain.
         self.announce();
-        sat.map_err(|refusal| refused(&refusal))
+        sat.err().map(|refusal| refused(&refusal))
     }
 
     /// Tells the coordinator who is seated now.
@@ -421,7 +422,7 @@ impl Agent {
         if id == OWN {
             self.own_left();
         }
-        if self.seats.is_empty() && self.callers.get(&OWN).is_none() {
+        if self.seats.is_empty() && !self.callers.contains_key(&OWN) {
             self.end();
         }
     }

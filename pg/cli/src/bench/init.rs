@@ -16,7 +16,9 @@ pub(super) type ByRanks = BTreeMap<u32, [f64; 2]>;
 /// What was measured: medians in milliseconds.
 #[derive(Debug, Deserialize)]
 pub(super) struct Times {
-    /// The first init_process_group of a process.
+    /// torch's search for the backend's name among the installed packages, once per process.
+    discovery: ByRanks,
+    /// The first init_process_group of a process, after that.
     init: ByRanks,
     new_group: ByRanks,
     /// torch's own store barrier, which new_group holds if `barrier_held`.
@@ -45,6 +47,11 @@ impl Times {
         &self.init
     }
 
+    /// torch's own, shown.
+    pub(super) fn discovery(&self) -> &ByRanks {
+        &self.discovery
+    }
+
     /// Without torch's own barrier.
     pub(super) fn new_group(&self) -> ByRanks {
         let held = |ranks: &u32, backend: usize| match self.barrier.get(ranks) {
@@ -67,12 +74,14 @@ impl Times {
         let groups = self.new_group();
         let line = |(ranks, init): (&u32, &[f64; 2])| {
             let at = |by: &ByRanks| by.get(ranks).copied().unwrap_or([f64::NAN; 2]);
-            let (group, barrier) = (at(&groups), at(&self.barrier));
+            let (group, barrier, search) = (at(&groups), at(&self.barrier), at(&self.discovery));
             format!(
-                "{ranks} ranks: init_process_group {:.1} ms, gloo {:.1} ms; new_group {:.2} ms, gloo {:.2} ms, without \
-                 torch's own barrier ({:.2} ms{})",
+                "{ranks} ranks: init_process_group {:.1} ms, gloo {:.1} ms, without torch's search for the backend ({:.1} \
+                 ms, gloo {:.1} ms); new_group {:.2} ms, gloo {:.2} ms, without torch's own barrier ({:.2} ms{})",
                 init[0],
                 init[1],
+                search[0],
+                search[1],
                 group[0],
                 group[1],
                 barrier[0],
@@ -140,7 +149,8 @@ mod tests {
     fn the_barrier_is_subtracted_where_torch_holds_it() {
         let text = |held: bool| {
             format!(
-                r#"{{"init": {{"2": [5, 20]}}, "new_group": {{"2": [1.5, 4]}}, "barrier": {{"2": [1, 1]}}, "barrier_held": {held}}}"#
+                r#"{{"discovery": {{"2": [9, 0]}}, "init": {{"2": [5, 20]}}, "new_group": {{"2": [1.5, 4]}},
+                "barrier": {{"2": [1, 1]}}, "barrier_held": {held}}}"#
             )
         };
         let times: Times = serde_json::from_str(&text(true)).unwrap();

@@ -122,6 +122,8 @@ struct Numbers {
 #[derive(Debug, Serialize)]
 struct Init {
     init_ms: ByRanks,
+    /// torch's search for the backend's name, not in the times above.
+    discovery_ms: ByRanks,
     new_group_ms: ByRanks,
     /// torch's own, not in the times above.
     store_barrier_ms: ByRanks,
@@ -223,8 +225,12 @@ pub(crate) fn run(args: &Args) -> Result<i32, Error> {
         let interpreter = Interpreter::find(args.python.as_deref());
         let times = init::measure(&interpreter, &args.init_ranks, args.init_rounds, INIT_LIMIT)?;
         times.lines().iter().for_each(|line| terminal::err(&format!("# {line}")));
-        let (init_ms, store_barrier_ms) = (times.init().clone(), times.barrier().clone());
-        Some(Init { init_ms, new_group_ms: times.new_group(), store_barrier_ms })
+        Some(Init {
+            init_ms: times.init().clone(),
+            discovery_ms: times.discovery().clone(),
+            new_group_ms: times.new_group(),
+            store_barrier_ms: times.barrier().clone(),
+        })
     };
     let join_mtls_s = join_mtls.as_ref().map(|join| join.seconds);
     let numbers = Numbers { hosts: args.hosts, ranks, join_s: join.seconds, join_mtls_s, join, join_mtls, store, init };

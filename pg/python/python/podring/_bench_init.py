@@ -3,9 +3,13 @@
 The plan comes as one line of JSON on stdin: {"ranks": [2, 4, 8], "rounds": 7, "groups": 16, "timeout_s": 60}. The
 result goes to stdout as one line of JSON, in milliseconds, by backend and number of ranks.
 
-Ranks are forked from this process, which has torch loaded and no backend in use, so that each init_process_group is the
-first of its process, as in a job. The backends take turns, round by round. A time is from the moment at which all ranks
+Ranks are forked from this process, which has torch loaded and no backend in use, so that each init_process_group is
+the first of its process, as in a job. This process has the launcher's store, as torchrun's agent has, so that no rank
+waits for rank 0's to listen. The backends take turns, round by round. A time is from the moment at which all ranks
 have met to the return of the slowest rank; what is reported is the median over the rounds.
+
+torch finds a backend that isn't its own by reading the metadata of every installed package, once per process. That is
+measured apart ("discovery"), and isn't part of "init".
 """
 
 from __future__ import annotations
@@ -15,11 +19,11 @@ import json
 import mmap
 import os
 import signal
-import socket
 import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,16 +62,21 @@ class Page:
         return longest / 1e6
 
 
-def one_rank(page: Page, rank: int, backend: str, port: int, plan: dict[str, Any], out: int) -> None:
+def one_rank(page: Page, rank: int, backend: str, plan: dict[str, Any], out: int) -> None:
     """Measures, and writes to `out` if this is rank 0."""
     torch.set_num_threads(1)
     ranks, timeout = page.ranks, float(plan["timeout_s"])
     limit = datetime.timedelta(seconds=timeout)
 
-    page.meet(rank, timeout)
-    began = time.perf_counter_ns()
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=limit)
-    init = page.slowest(rank, time.perf_counter_ns() - began, timeout)
+    def timed(act: Callable[[], object]) -> float:
+        """Milliseconds from the moment at which all ranks have come to the slowest rank's return."""
+        page.meet(rank, timeout)
+        began = time.perf_counter_ns()
+        act()
+        return page.slowest(rank, time.perf_counter_ns() - began, timeout)
+
+    discovery = timed(lambda: dist.Backend(backend))
+    init = timed(lambda: dist.init_process_group(backend, timeout=limit))
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     if tensor.item() != ranks:
@@ -76,20 +85,17 @@ def one_rank(page: Page, rank: int, backend: str, port: int, plan: dict[str, Any
     groups, barriers = [], []
     _, store = c10d._world.pg_map[c10d._get_default_group()]
     for turn in range(plan["groups"]):
-        page.meet(rank, timeout)
-        began = time.perf_counter_ns()
-        group = dist.new_group(list(range(ranks)))
-        groups.append(page.slowest(rank, time.perf_counter_ns() - began, timeout))
-        page.meet(rank, timeout)
-        began = time.perf_counter_ns()
-        c10d._store_based_barrier(rank, store, f"bench{turn}", ranks, limit)
-        barriers.append(page.slowest(rank, time.perf_counter_ns() - began, timeout))
-        dist.destroy_process_group(group)
+        made: list[Any] = []
+        groups.append(timed(lambda made=made: made.append(dist.new_group(list(range(ranks))))))
+        name = c10d.GroupName(f"bench{turn}")
+        barriers.append(timed(lambda name=name: c10d._store_based_barrier(rank, store, name, ranks, limit)))
+        dist.destroy_process_group(made[0])
     page.meet(rank, timeout)
     dist.destroy_process_group()
     if rank == 0:
         # The first is left out: it may pay for what the later ones find done.
         result = {
+            "discovery": discovery,
             "init": init,
             "new_group": statistics.median(groups[1:] or groups),
             "barrier": statistics.median(barriers[1:] or barriers),
@@ -100,9 +106,15 @@ def one_rank(page: Page, rank: int, backend: str, port: int, plan: dict[str, Any
 def one_round(ranks: int, backend: str, plan: dict[str, Any]) -> dict[str, float]:
     """Forks the ranks, and gives what they measured."""
     page = Page(ranks)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # As torchrun tells its workers.
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(store.port),
+        WORLD_SIZE=str(ranks),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
     reader, writer = os.pipe()
     children = {}
     for rank in range(ranks):
@@ -111,7 +123,8 @@ def one_round(ranks: int, backend: str, plan: dict[str, Any]) -> dict[str, float
             code = 1
             try:
                 os.close(reader)
-                one_rank(page, rank, backend, port, plan, writer)
+                os.environ["RANK"] = str(rank)
+                one_rank(page, rank, backend, plan, writer)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -152,7 +165,7 @@ def main() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     held = bool(c10d._is_barrier_after_init())
-    medians: dict[str, dict[str, list[float]]] = {"init": {}, "new_group": {}, "barrier": {}}
+    medians: dict[str, dict[str, list[float]]] = {"discovery": {}, "init": {}, "new_group": {}, "barrier": {}}
     for ranks in plan["ranks"]:
         measured: dict[str, list[dict[str, float]]] = {backend: [] for backend in BACKENDS}
         for turn in range(plan["rounds"]):
