@@ -6,9 +6,11 @@
 pub mod coordinator;
 pub mod decide;
 pub mod environment;
+mod frame;
 pub mod refusal;
 mod runtime;
 pub mod secret;
+pub mod serve;
 pub mod session;
 mod wire;
 

@@ -13,7 +13,7 @@ use crate::decide::roster::{AgentId, Announcement, Event, Failure, Host, Mismatc
 use crate::refusal::{Late, Lost, RankAt, Refusal};
 
 /// The protocol's version. See podring.proto.
-pub(crate) const VERSION: &str = "1.0";
+pub(crate) const VERSION: &str = "1.1";
 /// The metadata entry that carries it.
 pub(crate) const VERSION_KEY: &str = "podring-version";
 /// Refusals travel in a header, whose size is bounded: so many missing ranks at most.
@@ -128,9 +128,22 @@ pub(crate) fn from_event(event: pb::JoinEvent) -> Option<Event> {
     })
 }
 
-pub(crate) fn status(refusal: &Refusal) -> Status {
+/// Whether a peer that speaks `yours` is understood.
+pub(crate) fn compatible(yours: &str) -> Result<(), Refusal> {
+    let major = |version: &str| version.split('.').next().and_then(|major| major.parse::<u32>().ok());
+    if major(yours).is_none() || major(yours) != major(VERSION) {
+        return Err(Refusal::Version { yours: yours.to_owned(), ours: VERSION.to_owned() });
+    }
+    Ok(())
+}
+
+fn cut(text: &str) -> String {
+    text.chars().take(256).collect()
+}
+
+/// The refusal as a message, with the code that stands for it in gRPC.
+pub(crate) fn refused(refusal: &Refusal) -> (Code, pb::Refusal) {
     use pb::refusal::Why;
-    let cut = |text: &str| text.chars().take(256).collect::<String>();
     let (code, why) = match refusal.clone() {
         Refusal::Token { given } => (Code::Unauthenticated, Why::Token(pb::BadToken { given })),
         Refusal::Version { yours, ours } => {
@@ -163,17 +176,26 @@ pub(crate) fn status(refusal: &Refusal) -> Status {
         }
         Refusal::UnknownSession => (Code::NotFound, Why::UnknownSession(pb::UnknownSession {})),
     };
-    let details = pb::Refusal { why: Some(why) }.encode_to_vec();
-    Status::with_details(code, cut(&refusal.to_string()), details.into())
+    (code, pb::Refusal { why: Some(why) })
+}
+
+pub(crate) fn status(refusal: &Refusal) -> Status {
+    let (code, details) = refused(refusal);
+    Status::with_details(code, cut(&refusal.to_string()), details.encode_to_vec().into())
 }
 
 /// The refusal in a status, if there is one that this side knows.
 pub(crate) fn refusal(status: &Status) -> Option<Refusal> {
-    use pb::refusal::Why;
     if status.details().is_empty() {
         return None;
     }
-    Some(match pb::Refusal::decode(status.details()).ok()?.why? {
+    from_refused(pb::Refusal::decode(status.details()).ok()?)
+}
+
+/// `None` for a refusal of a newer peer's.
+pub(crate) fn from_refused(refused: pb::Refusal) -> Option<Refusal> {
+    use pb::refusal::Why;
+    Some(match refused.why? {
         Why::Token(pb::BadToken { given }) => Refusal::Token { given },
         Why::Version(pb::BadVersion { yours, ours }) => Refusal::Version { yours, ours },
         Why::Twin(pb::Twin { rank, holder, second }) => Refusal::Twin { rank, holder, second },

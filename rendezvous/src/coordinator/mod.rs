@@ -4,10 +4,12 @@ mod guard;
 mod journal;
 mod service;
 mod state;
+pub(crate) mod stream;
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use podring_proto::rendezvous_server::RendezvousServer;
@@ -21,11 +23,12 @@ use crate::decide::keyvalue::{self, KeyValue};
 use crate::decide::roster::{self, Roster};
 use crate::runtime;
 use crate::secret::{BadCredential, Tls, Token};
-use guard::Stop;
+use guard::{Doors, Stop};
 pub use journal::BadState;
 use journal::Journal;
 use service::Service;
 use state::Shared;
+use stream::Calls;
 
 /// How a coordinator is to be.
 #[derive(Clone, Debug)]
@@ -77,6 +80,8 @@ pub enum StartError {
     Bind {
         /// The address.
         address: SocketAddr,
+        /// Whether somebody else listens there.
+        taken: bool,
         /// The system's words.
         why: String,
     },
@@ -109,6 +114,7 @@ pub struct Coordinator {
     shared: Arc<Shared>,
     stop: Stop,
     tasks: Vec<JoinHandle<()>>,
+    streams: Option<thread::JoinHandle<()>>,
 }
 
 impl Coordinator {
@@ -151,17 +157,28 @@ impl Coordinator {
         let (mut addresses, mut tasks) = (Vec::new(), Vec::new());
         let mut listeners = Vec::new();
         for address in &config.bind {
-            let bind = |error: std::io::Error| StartError::Bind { address: *address, why: error.to_string() };
+            let bind = |error: std::io::Error| {
+                let taken = error.kind() == std::io::ErrorKind::AddrInUse;
+                StartError::Bind { address: *address, taken, why: error.to_string() }
+            };
             let listener = TcpListener::bind(address).map_err(bind)?;
             listener.set_nonblocking(true).map_err(bind)?;
             addresses.push(listener.local_addr().map_err(bind)?);
             listeners.push(tokio::net::TcpListener::from_std(listener).map_err(bind)?);
         }
+        // What a TLS library would have to be asked for first goes the long way.
+        let streams = if config.tls.is_none() {
+            let calls = Calls::new(Arc::clone(&shared), config.token.clone(), config.message_bytes, config.silence);
+            Some(calls.start(&addresses, Arc::clone(&seats), stop.clone()).map_err(system("store thread"))?)
+        } else {
+            None
+        };
+        let (callers, streams) = streams.map(|streams| (streams.callers, streams.thread)).unzip();
+        let doors = Doors { stop: stop.clone(), idle: 2 * config.silence, calls: tx, streams: callers };
         for listener in listeners {
-            let accept = guard::accept(listener, Arc::clone(&seats), stop.clone(), 2 * config.silence, tx.clone());
-            tasks.push(handle.spawn(accept));
+            tasks.push(handle.spawn(guard::accept(listener, Arc::clone(&seats), doors.clone())));
         }
-        drop(tx);
+        drop(doors);
         let service = RendezvousServer::new(Service(Arc::clone(&shared)))
             .max_decoding_message_size(config.message_bytes)
             .max_encoding_message_size(config.message_bytes);
@@ -174,7 +191,7 @@ impl Coordinator {
             }
         }));
         tasks.push(handle.spawn(Arc::clone(&shared).tick()));
-        Ok(Coordinator { addresses, instance, shared, stop, tasks })
+        Ok(Coordinator { addresses, instance, shared, stop, tasks, streams })
     }
 
     /// Where it listens, in the order of [`Config::bind`].
@@ -195,6 +212,9 @@ impl Coordinator {
             for task in self.tasks.drain(..) {
                 let _ = handle.block_on(async { tokio::time::timeout(Duration::from_secs(1), task).await });
             }
+        }
+        if let Some(streams) = self.streams.take() {
+            let _ = streams.join();
         }
     }
 

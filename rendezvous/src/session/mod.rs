@@ -4,6 +4,7 @@ mod connect;
 mod error;
 mod live;
 mod store;
+mod stream;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,10 +19,10 @@ use crate::refusal::Lost;
 use crate::{runtime, wire};
 pub use connect::Access;
 use connect::Connection;
-pub(crate) use connect::split as split_endpoint;
+pub(crate) use connect::{bracketed, split as split_endpoint, split_any};
 pub use error::Error;
 use live::{Command, View};
-pub use store::Store;
+pub use store::{Asks, Store};
 use store::blocking;
 
 /// The ranks an agent speaks for.
