@@ -10,7 +10,7 @@ pub(crate) const MAGIC: &[u8; 16] = b"podring-store/1\n";
 /// Bytes of a hello and of the answer to it.
 pub(crate) const HELLO: usize = 16 << 10;
 /// Bytes of a frame's head.
-const HEAD: usize = 4;
+pub(crate) const HEAD: usize = 4;
 /// A buffer that grew beyond this is given back after use.
 const KEPT: usize = 1 << 20;
 

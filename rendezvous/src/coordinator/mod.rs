@@ -133,7 +133,7 @@ impl Coordinator {
             None => (None, instance, 0),
         };
         let roster = Roster::new(config.roster, config.silence, epoch);
-        let shared = Shared::new(instance, config.silence, roster, store, journal);
+        let shared = Shared::new(instance, config.silence, config.message_bytes, roster, store, journal);
 
         // Healthy peers answer a ping every half silence; twice the silence with none is a dead connection, or one
         // that never spoke our protocol.
@@ -168,7 +168,7 @@ impl Coordinator {
         }
         // What a TLS library would have to be asked for first goes the long way.
         let streams = if config.tls.is_none() {
-            let calls = Calls::new(Arc::clone(&shared), config.token.clone(), config.message_bytes, config.silence);
+            let calls = Calls::new(Arc::clone(&shared), config.token.clone());
             Some(calls.start(&addresses, Arc::clone(&seats), stop.clone()).map_err(system("store thread"))?)
         } else {
             None

@@ -44,6 +44,7 @@ pub(super) struct State {
 pub(crate) struct Shared {
     pub(super) instance: u64,
     pub(super) silence: Duration,
+    pub(super) message_bytes: usize,
     began: Instant,
     state: Mutex<State>,
     /// A deadline may be earlier than the ticker thinks.
@@ -54,6 +55,7 @@ impl Shared {
     pub(super) fn new(
         instance: u64,
         silence: Duration,
+        message_bytes: usize,
         roster: Roster,
         mut store: KeyValue,
         journal: Option<Journal>,
@@ -75,7 +77,7 @@ impl Shared {
             planned: None,
         };
         let (state, began) = (Mutex::new(state), Instant::now());
-        Arc::new(Shared { instance, silence, began, state, sooner: Notify::new() })
+        Arc::new(Shared { instance, silence, message_bytes, began, state, sooner: Notify::new() })
     }
 
     pub(super) fn now(&self) -> Duration {
@@ -93,7 +95,8 @@ impl Shared {
 
     pub(super) fn hello(&self) -> HelloReply {
         let epoch = self.state.lock().roster.epoch();
-        HelloReply { instance: self.instance, epoch, silence_ms: wire::milliseconds(self.silence) }
+        let silence_ms = wire::milliseconds(self.silence);
+        HelloReply { instance: self.instance, epoch, silence_ms, message_bytes: self.message_bytes as u64 }
     }
 
     pub(super) fn status(&self) -> StatusReply {

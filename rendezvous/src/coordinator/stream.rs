@@ -39,8 +39,6 @@ pub(super) struct Caller {
 pub(super) struct Calls {
     pub(super) shared: Arc<Shared>,
     pub(super) token: Option<Token>,
-    pub(super) message_bytes: usize,
-    pub(super) silence: Duration,
     /// Counted up by every call.
     served: AtomicU64,
     busy: Notify,
@@ -53,8 +51,8 @@ pub(super) struct Streams {
 }
 
 impl Calls {
-    pub(super) fn new(shared: Arc<Shared>, token: Option<Token>, message_bytes: usize, silence: Duration) -> Self {
-        Calls { shared, token, message_bytes, silence, served: AtomicU64::new(0), busy: Notify::new() }
+    pub(super) fn new(shared: Arc<Shared>, token: Option<Token>) -> Self {
+        Calls { shared, token, served: AtomicU64::new(0), busy: Notify::new() }
     }
 
     /// Serves callers until stopped, and those of this host that come through the addresses beside `served`.
@@ -209,7 +207,7 @@ async fn run(
             () = stop.wait() => return,
         };
         // A host that is gone without a word must not hold its calls for ever.
-        let _ = keep_alive(&stream, calls.silence);
+        let _ = keep_alive(&stream, calls.shared.silence);
         if let Ok(stream) = tokio::net::TcpStream::from_std(stream) {
             tokio::spawn(attend(stream, Arc::clone(&calls), seat));
         }
@@ -245,7 +243,7 @@ pub(crate) fn keep_alive(stream: &std::net::TcpStream, silence: Duration) -> io:
 }
 
 async fn attend<S: AsyncRead + AsyncWrite + Unpin>(stream: S, calls: Arc<Calls>, _seat: OwnedSemaphorePermit) {
-    let mut line = Line { stream, inbound: Inbound::default(), out: Vec::new(), silence: calls.silence };
+    let mut line = Line { stream, inbound: Inbound::default(), out: Vec::new(), silence: calls.shared.silence };
     if let Err(error) = line.serve(&calls).await {
         tracing::debug!(%error, "a store stream ended");
     }
@@ -261,7 +259,7 @@ struct Line<S> {
 impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
     async fn serve(&mut self, calls: &Calls) -> io::Result<()> {
         // Bounded in time and size, and nothing but this is read of one who isn't known yet.
-        let hello = timeout(calls.silence, self.hello()).await.map_err(|_| io::ErrorKind::TimedOut)??;
+        let hello = timeout(calls.shared.silence, self.hello()).await.map_err(|_| io::ErrorKind::TimedOut)??;
         let admitted = calls.admit(&hello);
         let reply = match &admitted {
             Ok(()) => Reply::Hello(calls.shared.hello()),
@@ -273,11 +271,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
         }
         loop {
             let pb::StoreCall { number, call } = loop {
-                match self.inbound.frame(calls.message_bytes) {
+                match self.inbound.frame(calls.shared.message_bytes) {
                     Ok(Some(message)) => break pb::StoreCall::decode(message)?,
                     Ok(None) => {}
                     Err(frame::TooLong(length)) => {
-                        let (what, limit) = ("bytes of a message".to_owned(), calls.message_bytes as u64);
+                        let (what, limit) = ("bytes of a message".to_owned(), calls.shared.message_bytes as u64);
                         let refusal = Refusal::TooMuch { what, limit, got: length as u64 };
                         return self.say(u64::MAX, Reply::Refused(wire::refused(&refusal).1)).await;
                     }
@@ -289,7 +287,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
             let answer = async {
                 let call = call.ok_or_else(|| invalid("call", "one that this coordinator doesn't know"))?;
                 let reply = calls.answer(call).await?;
-                bounded("bytes of an answer", reply.encoded_len(), calls.message_bytes)?;
+                bounded("bytes of an answer", reply.encoded_len(), calls.shared.message_bytes)?;
                 Ok(reply)
             };
             tokio::pin!(answer);

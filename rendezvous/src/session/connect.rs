@@ -103,7 +103,7 @@ pub(crate) fn split_any(endpoint: &str) -> Option<(&str, u16)> {
 }
 
 /// Connects to the first address that answers, all of them at once: a dead one must not hold up the others.
-pub(super) async fn dial(endpoints: &[String]) -> io::Result<TcpStream> {
+async fn dial(endpoints: &[String]) -> io::Result<TcpStream> {
     let mut why = Vec::new();
     let mut addresses: Vec<SocketAddr> = Vec::new();
     for endpoint in endpoints {

@@ -4,11 +4,11 @@
 //! holds no other up, and a forked child, which must not touch its parent's connections, makes its own.
 
 use std::io;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -135,6 +135,7 @@ impl Streams {
             }
         }
         let silence = wire::duration(hello.silence_ms.max(1));
+        road.message_bytes = line.message_bytes;
         if let Socket::Tcp(stream) = &line.socket {
             let _ = keep_alive(stream, silence);
         }
@@ -268,7 +269,11 @@ impl Road {
         out.splice(..0, *MAGIC);
         line.write(&out, until)?;
         match line.answer(0, HELLO, until)? {
-            Reply::Hello(hello) => Ok(Ok((line, hello))),
+            Reply::Hello(hello) => {
+                let theirs = usize::try_from(hello.message_bytes).ok().filter(|bytes| *bytes > 0);
+                line.message_bytes = theirs.map_or(line.message_bytes, |theirs| theirs.min(line.message_bytes));
+                Ok(Ok((line, hello)))
+            }
             Reply::Refused(refused) => match wire::from_refused(refused) {
                 Some(refusal) => Ok(Err(refusal)),
                 None => Err(Failed::Nonsense("a refusal of a newer kind".to_owned())),
@@ -300,10 +305,8 @@ impl Line {
         self.number += 1;
         let mut out = std::mem::take(&mut self.out);
         frame::encode(&pb::StoreCall { number: self.number, call: Some(call) }, &mut out);
-        if out.len() > self.message_bytes {
-            return Err(Failed::TooLong(out.len()));
-        }
-        let written = self.write(&out, until);
+        let long = out.len() - frame::HEAD > self.message_bytes;
+        let written = if long { Err(Failed::TooLong(out.len())) } else { self.write(&out, until) };
         self.out = out;
         written?;
         self.answer(self.number, self.message_bytes, until)
@@ -381,16 +384,9 @@ pub(super) fn dial(access: &Access, asks: Option<&Asks>) -> Result<TcpStream, Er
     let mut pause = Duration::from_millis(10);
     loop {
         let left = access.timeout.saturating_sub(began.elapsed()).max(Duration::from_millis(1));
-        let dialed = super::store::blocking(async {
-            tokio::time::timeout(left, connect::dial(&access.endpoints)).await
-        })?;
-        let why = match dialed {
-            Ok(Ok(stream)) => match stream.into_std().and_then(|stream| stream.set_nonblocking(false).map(|()| stream)) {
-                Ok(stream) => return Ok(stream),
-                Err(error) => error.to_string(),
-            },
-            Ok(Err(error)) => error.to_string(),
-            Err(_) => "no address answered".to_owned(),
+        let why = match first_of(&access.endpoints, left) {
+            Ok(stream) => return Ok(stream),
+            Err(why) => why,
         };
         let waited = began.elapsed();
         if waited + pause >= access.timeout {
@@ -402,4 +398,46 @@ pub(super) fn dial(access: &Access, asks: Option<&Asks>) -> Result<TcpStream, Er
         thread::sleep(pause);
         pause = (pause * 2).min(Duration::from_millis(250));
     }
+}
+
+/// A connection to the first address that answers, all of them at once. Not on the runtime: a forked child has none.
+fn first_of(endpoints: &[String], limit: Duration) -> Result<TcpStream, String> {
+    let (mut addresses, mut why) = (Vec::new(), Vec::new());
+    for endpoint in endpoints {
+        let Some(named) = connect::split(endpoint) else { continue };
+        match named.to_socket_addrs() {
+            Ok(found) => addresses.extend(found),
+            Err(error) => why.push(format!("{}: {error}", named.0)),
+        }
+    }
+    addresses.sort_unstable();
+    addresses.dedup();
+    let (answer, answers) = mpsc::channel();
+    let several = addresses.len() > 1;
+    for address in addresses {
+        let answer = answer.clone();
+        let connect = move || {
+            let stream = TcpStream::connect_timeout(&address, limit);
+            let _ = answer.send((address, stream.and_then(|stream| stream.set_nodelay(true).map(|()| stream))));
+        };
+        if !several {
+            connect();
+        } else if let Err(error) = thread::Builder::new().name("podring-dial".to_owned()).spawn(connect) {
+            why.push(format!("{address}: {error}"));
+        }
+    }
+    drop(answer);
+    let until = Instant::now() + limit;
+    loop {
+        match answers.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok((_, Ok(stream))) => return Ok(stream),
+            Ok((address, Err(error))) => why.push(format!("{address}: {error}")),
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                why.push("no address answered".to_owned());
+                break;
+            }
+            Err(mpsc::RecvTimeoutError::Disconnected) => break,
+        }
+    }
+    Err(why.join("; "))
 }
