@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use podring_proto as pb;
 use prost::Message as _;
+use prost::bytes::Bytes;
 use tonic::{Code, Status};
 
 use crate::decide::invalid;
@@ -85,14 +86,18 @@ pub(crate) fn from_failure(failure: pb::Failure) -> Failure {
     Failure { epoch, group, by, detail, mismatch }
 }
 
-pub(crate) fn event(event: &Event) -> pb::JoinEvent {
+/// A world as a message.
+pub(crate) fn world(world: &World) -> Bytes {
+    let World { epoch, world_size, hosts } = world.clone();
+    let host = |Host { name, ranks, details }| pb::Host { name, ranks, details };
+    pb::World { epoch, world_size, hosts: hosts.into_iter().map(host).collect() }.encode_to_vec().into()
+}
+
+/// An event as a message; `formed` gives the world's.
+pub(crate) fn event(event: &Event, formed: impl FnOnce(&World) -> Bytes) -> pb::JoinEvent {
     use pb::join_event::What;
     let what = match event {
-        Event::Formed(world) => {
-            let World { epoch, world_size, hosts } = world.as_ref().clone();
-            let host = |Host { name, ranks, details }| pb::Host { name, ranks, details };
-            What::Formed(pb::World { epoch, world_size, hosts: hosts.into_iter().map(host).collect() })
-        }
+        Event::Formed(world) => What::Formed(formed(world)),
         Event::Late(late) => {
             let Late { missing, waited, world_size, refused } = late.as_ref();
             What::Late(pb::Late {
@@ -113,7 +118,8 @@ pub(crate) fn from_event(event: pb::JoinEvent) -> Option<Event> {
     use pb::join_event::What;
     Some(match event.what? {
         What::Formed(world) => {
-            let pb::World { epoch, world_size, hosts } = world;
+            // A world that can't be read is an event that isn't known: the wait for it ends with its own error.
+            let pb::World { epoch, world_size, hosts } = pb::World::decode(world).ok()?;
             let host = |pb::Host { name, ranks, details }| Host { name, ranks, details };
             let hosts = hosts.into_iter().map(host).collect();
             Event::Formed(Arc::new(World { epoch, world_size, hosts }))

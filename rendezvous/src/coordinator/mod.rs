@@ -30,6 +30,9 @@ use service::Service;
 use state::Shared;
 use stream::Calls;
 
+/// Connections that wait to be accepted. The system's own limit holds too.
+const BACKLOG: i32 = 4096;
+
 /// How a coordinator is to be.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -163,6 +166,9 @@ impl Coordinator {
             };
             let listener = TcpListener::bind(address).map_err(bind)?;
             listener.set_nonblocking(true).map_err(bind)?;
+            // The usual queue, of 128, overflows when all hosts of a large job come at once; each that it drops tries
+            // again a second later, then two, then four.
+            rustix::net::listen(&listener, BACKLOG).map_err(|error| bind(error.into()))?;
             addresses.push(listener.local_addr().map_err(bind)?);
             listeners.push(tokio::net::TcpListener::from_std(listener).map_err(bind)?);
         }

@@ -158,8 +158,9 @@ impl Rendezvous for Service {
         let (tx, rx) = mpsc::channel(EVENTS);
         let (agent, serial) = self.announce(announce, Some(tx)).map_err(|refusal| status(&refusal))?;
         tokio::spawn(Service(Arc::clone(&self.0)).follow(agent, serial, inbound));
-        // Turned into messages one by one: a world of a thousand hosts isn't held a thousand times.
-        Ok(Response::new(Box::pin(ReceiverStream::new(rx).map(|event| Ok(wire::event(&event))))))
+        let shared = Arc::clone(&self.0);
+        let message = move |event| Ok(wire::event(&event, |world| shared.formed(world)));
+        Ok(Response::new(Box::pin(ReceiverStream::new(rx).map(message))))
     }
 
     type HeartbeatStream = Events<pb::Beat>;

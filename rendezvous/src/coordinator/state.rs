@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use podring_proto::{Agent, HelloReply, StatusReply};
+use prost::bytes::Bytes;
 use rustc_hash::FxHashMap;
 use tokio::sync::{Notify, mpsc, oneshot};
 
@@ -12,7 +13,7 @@ use super::journal::Journal;
 use crate::decide::Answer;
 use crate::decide::barrier::Barriers;
 use crate::decide::keyvalue::{KeyValue, Outcome};
-use crate::decide::roster::{AgentId, Event, Outbox, Roster};
+use crate::decide::roster::{AgentId, Event, Outbox, Roster, World};
 use crate::refusal::{Lost, Refusal};
 use crate::wire;
 
@@ -47,6 +48,8 @@ pub(crate) struct Shared {
     pub(super) message_bytes: usize,
     began: Instant,
     state: Mutex<State>,
+    /// The current world as a message: one for all hosts.
+    formed: Mutex<(u64, Bytes)>,
     /// A deadline may be earlier than the ticker thinks.
     sooner: Notify,
 }
@@ -77,7 +80,8 @@ impl Shared {
             planned: None,
         };
         let (state, began) = (Mutex::new(state), Instant::now());
-        Arc::new(Shared { instance, silence, message_bytes, began, state, sooner: Notify::new() })
+        let (formed, sooner) = (Mutex::new((0, Bytes::new())), Notify::new());
+        Arc::new(Shared { instance, silence, message_bytes, began, state, formed, sooner })
     }
 
     pub(super) fn now(&self) -> Duration {
@@ -97,6 +101,15 @@ impl Shared {
         let epoch = self.state.lock().roster.epoch();
         let silence_ms = wire::milliseconds(self.silence);
         HelloReply { instance: self.instance, epoch, silence_ms, message_bytes: self.message_bytes as u64 }
+    }
+
+    /// A world as a message.
+    pub(super) fn formed(&self, world: &World) -> Bytes {
+        let mut formed = self.formed.lock();
+        if formed.0 != world.epoch {
+            *formed = (world.epoch, wire::world(world));
+        }
+        formed.1.clone()
     }
 
     pub(super) fn status(&self) -> StatusReply {

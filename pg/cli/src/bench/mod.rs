@@ -7,6 +7,7 @@ pub(crate) mod op;
 mod rendezvous;
 mod row;
 mod size;
+mod versus;
 mod workers;
 
 use std::path::{Path, PathBuf};

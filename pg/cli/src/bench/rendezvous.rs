@@ -13,6 +13,7 @@ use podring_rendezvous::secret::{BadCredential, Tls, Token};
 use podring_rendezvous::session::{Access, Error as SessionError, Ranks, Session, Store};
 use serde::Serialize;
 
+use super::versus::{self, Ratios, Side};
 use crate::python::Interpreter;
 use crate::{coordinator, terminal};
 
@@ -31,6 +32,12 @@ pub(crate) struct Args {
     /// Seconds for each of the store's measurements
     #[arg(long, default_value_t = 1.0, value_parser = super::positive)]
     seconds: f64,
+    /// Measure the store beside this one too, with the same loops in Python
+    #[arg(long, value_enum)]
+    vs: Option<versus::Peer>,
+    /// How often each rate of --vs is measured; medians count
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    turns: u32,
     /// Leave out the run with certificates
     #[arg(long)]
     no_mtls: bool,
@@ -56,6 +63,8 @@ pub(crate) enum Error {
     Join { failed: usize, hosts: u32, first: SessionError },
     #[error(transparent)]
     Store(#[from] SessionError),
+    #[error(transparent)]
+    Versus(#[from] versus::Unmeasured),
     #[error("cannot write {path}: {source}")]
     Write { path: String, source: std::io::Error },
 }
@@ -96,6 +105,11 @@ struct Numbers {
     join: Joined,
     join_mtls: Option<Joined>,
     store: Vec<Rates>,
+    /// Podring's rates by TCPStore's: the worst of the numbers of clients.
+    store_single_ratio: Option<f64>,
+    store_multi_ratio: Option<f64>,
+    store_wait_ratio: Option<f64>,
+    store_vs_tcpstore: Option<Vec<Side>>,
 }
 
 /// A coordinator in a process of its own, killed when dropped.
@@ -188,8 +202,28 @@ pub(crate) fn run(args: &Args) -> Result<i32, Error> {
         terminal::err(&format!("# join + barrier with mTLS: {}", join.line()));
         Some(join)
     };
+    let versus = match args.vs {
+        Some(versus::Peer::Tcpstore) => Some(versus::measure(args.seconds, args.turns)?),
+        None => None,
+    };
+    for side in versus.iter().flatten() {
+        terminal::err(&format!("# store, {}", side.line()));
+    }
+    let ratios = versus.as_deref().map(Ratios::of);
     let join_mtls_s = join_mtls.as_ref().map(|join| join.seconds);
-    let numbers = Numbers { hosts: args.hosts, ranks, join_s: join.seconds, join_mtls_s, join, join_mtls, store };
+    let numbers = Numbers {
+        hosts: args.hosts,
+        ranks,
+        join_s: join.seconds,
+        join_mtls_s,
+        join,
+        join_mtls,
+        store,
+        store_single_ratio: ratios.map(|ratios| ratios.single),
+        store_multi_ratio: ratios.map(|ratios| ratios.multi),
+        store_wait_ratio: ratios.map(|ratios| ratios.wait),
+        store_vs_tcpstore: versus,
+    };
     if let Some(path) = &args.json {
         let failed = |source: std::io::Error| Error::Write { path: path.display().to_string(), source };
         let text = serde_json::to_string_pretty(&numbers).map_err(|error| failed(error.into()))?;

@@ -59,9 +59,9 @@ def Store(
 ) -> RendezvousStore:
     """A client of the coordinator at ``host_name:port``; the arguments are those of ``torch.distributed.TCPStore``.
 
-    With ``is_master`` the coordinator is started in this process (port 0: a free one, ``.port`` tells), and ends with the
-    last reference to the store or a clone of it. If somebody listens there already, that is an error, or with ``share``
-    the one that is used. ``state_dir`` keeps its store across restarts.
+    With ``is_master`` the coordinator is started in this process (port 0: a free one, ``.port`` tells), and ends with
+    the last reference to the store or a clone of it. If somebody listens there already, that is an error, or with
+    ``share`` the one that is used. ``state_dir`` keeps its store across restarts.
 
     With a ``world_size`` and ``wait_for_workers`` the master waits for that many clients, itself included.
 
