@@ -45,6 +45,7 @@ while step < STEPS:
     loss = ((model(inputs[rank::world_size]) - targets[rank::world_size]) ** 2).sum() / SAMPLES
     loss.backward()
     for parameter in model.parameters():
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad)
     optimizer.step()
     step += 1

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 
 backend, url, *how = sys.argv[1:]
+if how:
+    # Not from the environment.
+    rank, world_size = (int(os.environ.pop(name)) for name in ("RANK", "WORLD_SIZE"))
 if how == ["query"]:
-    rank, world_size = os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
     dist.init_process_group(backend, init_method=f"{url}?rank={rank}&world_size={world_size}")
 elif how == ["arguments"]:
-    rank, world_size = int(os.environ.pop("RANK")), int(os.environ.pop("WORLD_SIZE"))
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=world_size)
 else:
     dist.init_process_group(backend, init_method=url)

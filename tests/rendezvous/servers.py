@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import podring
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from podring.store import Credentials
 
 from tests import processes
 
+AnyStore: TypeAlias = Any
+"""A store: torch's annotations lack half of its methods."""
 HOST = "127.0.0.1"
 LIMIT = 120.0
 """Seconds after which a server that was forgotten ends by itself."""
@@ -34,7 +37,7 @@ class Server:
     process: processes.Rank
     token: str = ""
 
-    def client(self, timeout: float = 10.0, token: str | None = None) -> dist.Store:
+    def client(self, timeout: float = 10.0, token: str | None = None) -> AnyStore:
         """A client with a connection of its own."""
         limit = timedelta(seconds=timeout)
         if self.kind == "tcp":
@@ -56,12 +59,12 @@ def server(kind: str, token: str = "", port: int = 0) -> Iterator[Server]:
     """A server that ends with the block."""
 
     def main(pipe: processes.Connection) -> None:
-        store: dist.Store
+        store: AnyStore
         if kind == "tcp":
             store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False)
         else:
             store = podring.Store(HOST, port, is_master=True, token=token, credentials=Credentials())
-        pipe.send(store.port)  # type: ignore[attr-defined]
+        pipe.send(store.port)
         with contextlib.suppress(EOFError):
             pipe.recv()
 
@@ -82,7 +85,7 @@ def run(body: Callable[[], object], timeout: float = 30.0) -> processes.Rank:
     return processes.fork(lambda pipe: pipe.send(body()), Path(directory) / "log", timeout)
 
 
-def end(process: processes.Rank, timeout: float = 30.0) -> object:
+def end(process: processes.Rank, timeout: float = 30.0) -> Any:
     """What the body of run() returned."""
     try:
         if not process.pipe.poll(timeout):

@@ -98,8 +98,8 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(directory: Path, endpoint: str, nnodes: str, **kwargs: dict[str, str]) -> Iterator[Job]:
-    running = Job(directory, endpoint, nnodes, **kwargs)  # type: ignore[arg-type]
+def job(directory: Path, endpoint: str, nnodes: str, env: dict[str, str] | None = None) -> Iterator[Job]:
+    running = Job(directory, endpoint, nnodes, env=env)
     try:
         yield running
     finally:

@@ -12,14 +12,16 @@ import podring
 import pytest
 import torch.distributed as dist
 from podring.store import Credentials
+from torch.distributed import rendezvous as torchs_rendezvous
 
 from tests import harness
 from tests.rendezvous import servers
-from tests.rendezvous.servers import HOST, server
+from tests.rendezvous.servers import HOST, AnyStore, server
 
 
-def rendezvous(url: str, **kwargs: int) -> object:
-    return next(dist.rendezvous(url, **kwargs, timeout=timedelta(seconds=5)))  # type: ignore[attr-defined]
+def rendezvous(url: str, seconds: float = 5) -> tuple[AnyStore, int, int]:
+    """The store, and rank and world size."""
+    return next(torchs_rendezvous(url, timeout=timedelta(seconds=seconds)))
 
 
 @pytest.mark.parametrize("how", ["", "query", "arguments"])
@@ -70,7 +72,7 @@ def test_ipv6() -> None:
     port = harness.free_port()
 
     def body() -> int:
-        store, rank, world_size = rendezvous(f"tpu://[::1]:{port}")  # type: ignore[misc]
+        store, rank, world_size = rendezvous(f"tpu://[::1]:{port}")
         came = int(store.add("sum", 1))
         store.set(f"rank{rank}", "")
         # The coordinator ends with rank 0's store.
@@ -108,7 +110,7 @@ def test_nobody_comes() -> None:
     """A rank whose rank 0 never comes."""
     url = f"tpu://{HOST}:{harness.free_port()}?rank=1&world_size=2"
     with pytest.raises(dist.DistNetworkError, match="no coordinator at"):
-        next(dist.rendezvous(url, timeout=timedelta(seconds=1)))  # type: ignore[attr-defined]
+        rendezvous(url, 1)
 
 
 def test_beyond_this_host_with_a_token(tmp_path: Path) -> None:
@@ -118,12 +120,12 @@ def test_beyond_this_host_with_a_token(tmp_path: Path) -> None:
 
     def body() -> tuple[bool, str]:
         url = f"tpu://0.0.0.0:{port}?rank=0&world_size=1&token_file={token}"
-        store, _, _ = rendezvous(url)  # type: ignore[misc]
+        store, _, _ = rendezvous(url)
         with pytest.raises(dist.DistStoreError) as caught:
             podring.Store(HOST, port, timeout=timedelta(seconds=5), credentials=Credentials())
         return store.serves, str(caught.value)
 
-    serves, text = servers.end(servers.run(body))  # type: ignore[misc]
+    serves, text = servers.end(servers.run(body))
     assert serves and "no token given" in text
 
 

@@ -118,7 +118,7 @@ class Handler(RendezvousHandler):
     def __init__(self, inner: DynamicRendezvousHandler, store: dist.Store, host: str, port: int) -> None:
         self._inner, self._store, self._host, self._port = inner, store, host, port
         # Where torch's would start a TCPStore for the workers, ours is there already.
-        inner._create_tcp_store_server = lambda *_: store  # type: ignore[method-assign,assignment,return-value]
+        inner._create_tcp_store_server = lambda *_: store  # type: ignore[method-assign,assignment]
 
     def get_backend(self) -> str:
         return NAME

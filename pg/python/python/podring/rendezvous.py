@@ -15,6 +15,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
+from podring.store import DEFAULT_TIMEOUT, Credentials, Store
+
 if TYPE_CHECKING:
     from torch.distributed import Store as C10dStore
 
@@ -48,9 +50,7 @@ def register() -> None:
         handlers["env"] = _agents_or(original)
 
 
-def _tpu(url: str, timeout: timedelta | None = None, **_: Any) -> Rendezvous:
-    from podring.store import Credentials, Store
-
+def _tpu(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Rendezvous:
     parsed = urlparse(url)
     query = dict(pair.partition("=")[::2] for pair in parsed.query.split("&") if pair)
     host, port = parsed.hostname, parsed.port
@@ -67,8 +67,7 @@ def _tpu(url: str, timeout: timedelta | None = None, **_: Any) -> Rendezvous:
     if "insecure" in query:
         given["insecure"] = query["insecure"] == "1"
     credentials = dataclasses.replace(Credentials.from_environment(), **given)
-    limit = {} if timeout is None else {"timeout": timeout}
-    store = Store(host, port, is_master=rank == 0, share=True, credentials=credentials, **limit)
+    store = Store(host, port, is_master=rank == 0, share=True, credentials=credentials, timeout=timeout)
     yield store, rank, world_size
     raise RuntimeError("tpu:// has no second rendezvous: destroy the process group and initialise it again")
 
@@ -90,22 +89,19 @@ def _error(what: str) -> ValueError:
 def _agents_or(original: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
     """``env://`` of a worker whose agent's store is podring's; any other goes torch's way."""
 
-    def env(url: str, timeout: timedelta | None = None, **kwargs: Any) -> Rendezvous:
+    def env(url: str, **kwargs: Any) -> Rendezvous:
         from torch.distributed import PrefixStore
-
-        from podring.store import Store
 
         agent = os.environ.get(AGENT_STORE, "")
         master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        limit = {} if timeout is None else {"timeout": timeout}
         # A program that says where else its master is doesn't mean this store.
         if agent != master or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            yield from original(url, **limit, **kwargs)
+            yield from original(url, **kwargs)
             return
         query = dict(pair.partition("=")[::2] for pair in urlparse(url).query.split("&") if pair)
         rank, world_size = (_number(query, name) for name in ("rank", "world_size"))
         host, _, port = agent.rpartition(":")
-        store = Store(host, int(port), **limit)
+        store = Store(host, int(port), timeout=kwargs.get("timeout", DEFAULT_TIMEOUT))
         yield PrefixStore(os.environ[AGENT_PREFIX], store), rank, world_size
         raise RuntimeError("torchrun's agent starts its workers anew for another rendezvous")
 

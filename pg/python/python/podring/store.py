@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from podring_torch import RendezvousStore
 
-_DEFAULT_TIMEOUT = timedelta(seconds=300)
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+"""torch's own for a store."""
 _WORKERS = "podring/workers"
 
 _NO, _SERVE, _SHARE = range(3)
@@ -49,7 +50,7 @@ def Store(
     port: int,
     world_size: int | None = None,
     is_master: bool = False,
-    timeout: timedelta = _DEFAULT_TIMEOUT,
+    timeout: timedelta = DEFAULT_TIMEOUT,
     wait_for_workers: bool = True,
     *,
     share: bool = False,
