@@ -1,8 +1,8 @@
 // The coordinator's key-value store as a c10d store.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
 #include <cmath>
@@ -54,7 +54,8 @@ class RendezvousStore final : public c10d::Store {
                                                   const std::string& tls_cert, const std::string& tls_key,
                                                   const std::string& server_name, const std::string& state_dir) {
     if (core->size < offsetof(PodringCore, kv_call) + sizeof(core->kv_call) || core->kv_open == nullptr) {
-      raise(PODRING_UNSUPPORTED, c10::str("podring's core ", core->version, " has no store: install both of one build"));
+      raise(PODRING_UNSUPPORTED,
+            c10::str("podring's core ", core->version, " has no store: install both of one build"));
     }
     const bool literal = host.find(':') != std::string::npos && host.front() != '[';
     const std::string endpoint = c10::str(literal ? "[" : "", host, literal ? "]:" : ":", port);
@@ -119,9 +120,7 @@ class RendezvousStore final : public c10d::Store {
     call(PODRING_KV_WAIT, {keys.data(), keys.size()}, {}, 0, timeout);
   }
 
-  void append(const std::string& key, const Bytes& value) override {
-    call(PODRING_KV_APPEND, {&key, 1}, {&value, 1});
-  }
+  void append(const std::string& key, const Bytes& value) override { call(PODRING_KV_APPEND, {&key, 1}, {&value, 1}); }
 
   std::vector<Bytes> multiGet(const std::vector<std::string>& keys) override {
     return std::move(call(PODRING_KV_MULTI_GET, {keys.data(), keys.size()}).values);

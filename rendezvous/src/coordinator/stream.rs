@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use podring_proto as pb;
 use pb::store_call::Call;
 use pb::store_reply::Reply;
+use podring_proto as pb;
 use prost::Message as _;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};

@@ -22,8 +22,8 @@ use connect::Connection;
 pub(crate) use connect::{bracketed, split as split_endpoint, split_any};
 pub use error::Error;
 use live::{Command, View};
-pub use store::{Asks, Store};
 use store::blocking;
+pub use store::{Asks, Store};
 
 /// The ranks an agent speaks for.
 #[derive(Clone, Debug, PartialEq, Eq)]

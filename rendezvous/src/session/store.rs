@@ -4,9 +4,9 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use podring_proto as pb;
 use pb::store_call::Call;
 use pb::store_reply::Reply;
+use podring_proto as pb;
 use tokio::time::timeout;
 use tonic::{Response, Status};
 

@@ -13,9 +13,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use podring_proto as pb;
 use pb::store_call::Call;
 use pb::store_reply::Reply;
+use podring_proto as pb;
 use prost::Message as _;
 use rustix::buffer::spare_capacity;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -165,7 +165,8 @@ impl Streams {
         match reply {
             Reply::Refused(refused) => {
                 let refusal = wire::from_refused(refused);
-                let refusal = refusal.ok_or_else(|| failed(Failed::Nonsense("a refusal of a newer kind".to_owned())))?;
+                let refusal =
+                    refusal.ok_or_else(|| failed(Failed::Nonsense("a refusal of a newer kind".to_owned())))?;
                 Err(Error::Refused { call, refusal })
             }
             reply => Ok(reply),
