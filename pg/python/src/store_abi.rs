@@ -292,6 +292,7 @@ fn perform(
         })
     };
     let all = || (0..keys.len()).map(|index| key(index).map(str::to_owned)).collect::<Result<Vec<_>, _>>();
+    let borrowed = || (0..keys.len()).map(key).collect::<Result<Vec<&str>, _>>();
     let value = |index: usize| -> Result<&[u8], Failed> {
         values.get(index).copied().ok_or(Failed::Invalid { what: "values", got: "too few".to_owned() })
     };
@@ -305,11 +306,8 @@ fn perform(
         5 => sink(&store.compare_set(key(0)?, value(0)?, value(1)?)?),
         6 => store.append(key(0)?, value(0)?)?,
         7 => *number = store.delete(key(0)?)?.into(),
-        8 => store.multi_get(&all()?, timeout)?.iter().for_each(|value| sink(value)),
-        9 => {
-            let values: Vec<Vec<u8>> = values.iter().map(|value| value.to_vec()).collect();
-            store.multi_set(&all()?, &values)?;
-        }
+        8 => store.multi_get_each(&borrowed()?, timeout, |value| sink(value))?,
+        9 => store.multi_set(&borrowed()?, values)?,
         10 => store.queue_push(key(0)?, value(0)?)?,
         11 => {
             let block = raw.number != 0;

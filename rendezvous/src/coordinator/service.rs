@@ -265,7 +265,7 @@ impl Rendezvous for Service {
 
     async fn multi_set(&self, request: Request<pb::MultiSetRequest>) -> Result<Response<pb::Done>, Status> {
         let pb::MultiSetRequest { instance, keys, values } = request.into_inner();
-        self.store(instance, |store| store.multi_set(keys, values))?;
+        self.store(instance, |store| store.multi_set(&keys, &values))?;
         Ok(Response::new(pb::Done {}))
     }
 

@@ -21,13 +21,10 @@ use super::guard::Stop;
 use super::state::Shared;
 use crate::decide::keyvalue::{KeyValue, Outcome, Want};
 use crate::decide::{bounded, invalid};
-use crate::frame::{self, HELLO, Inbound, MAGIC};
+use crate::frame::{self, HELLO, Inbound, Looking, MAGIC, Many};
 use crate::refusal::Refusal;
 use crate::secret::Token;
 use crate::wire;
-
-/// How long the thread looks for more to do before it sleeps: to be woken takes longer than most calls.
-const LOOKING: Duration = Duration::from_micros(50);
 
 /// A caller whose first byte is the magic's.
 pub(super) struct Caller {
@@ -112,7 +109,7 @@ impl Calls {
                 Reply::Values(pb::Values { values })
             }
             Call::MultiSet(pb::MultiSetRequest { instance, keys, values }) => {
-                self.store(instance, |store| store.multi_set(keys, values))?;
+                self.store(instance, |store| store.multi_set(&keys, &values))?;
                 done
             }
             Call::QueuePush(pb::QueuePushRequest { instance, key, value }) => {
@@ -133,6 +130,29 @@ impl Calls {
             Call::ListKeys(pb::ListKeysRequest { instance, prefix }) => {
                 Reply::Keys(pb::Keys { keys: self.store(instance, |store| Ok(store.list(&prefix)))? })
             }
+        })
+    }
+
+    /// Does a call of many keys that needs no waiting, and writes its answer into `out`; whether it was one.
+    fn many(&self, message: &[u8], out: &mut Vec<u8>) -> bool {
+        let Some(Many { number, instance, keys, values }) = Many::read(message) else { return false };
+        let done = match &values {
+            Some(values) => self.store(instance, |store| store.multi_set(&keys, values)).map(|()| {
+                frame::encode(&pb::StoreReply { number, reply: Some(Reply::Done(pb::Done {})) }, out);
+                true
+            }),
+            None => self.store(instance, |store| {
+                let Some(values) = store.values(&keys)? else { return Ok(false) };
+                let bytes = values.iter().map(|value| value.len() + 8).sum();
+                bounded("bytes of an answer", bytes, self.shared.message_bytes)?;
+                frame::values(number, values.iter().copied(), out);
+                Ok(true)
+            }),
+        };
+        done.unwrap_or_else(|refusal| {
+            let reply = Some(Reply::Refused(wire::refused(&refusal).1));
+            frame::encode(&pb::StoreReply { number, reply }, out);
+            true
         })
     }
 
@@ -163,17 +183,20 @@ impl Calls {
 
     /// Keeps the thread awake for a while after each call.
     async fn look(self: Arc<Self>) {
+        let mut looking = Looking::default();
         loop {
             self.busy.notified().await;
             let (mut seen, mut since) = (self.served.load(Ordering::Relaxed), Instant::now());
-            while since.elapsed() < LOOKING {
+            while since.elapsed() < looking.limit() {
                 thread::yield_now();
                 tokio::task::yield_now().await;
                 let now = self.served.load(Ordering::Relaxed);
                 if now != seen {
+                    looking.found();
                     (seen, since) = (now, Instant::now());
                 }
             }
+            looking.missed();
         }
     }
 }
@@ -272,7 +295,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
         loop {
             let pb::StoreCall { number, call } = loop {
                 match self.inbound.frame(calls.shared.message_bytes) {
-                    Ok(Some(message)) => break pb::StoreCall::decode(message)?,
+                    Ok(Some(message)) => {
+                        if calls.many(message, &mut self.out) {
+                            self.send(calls).await?;
+                            continue;
+                        }
+                        break pb::StoreCall::decode(message)?;
+                    }
                     Ok(None) => {}
                     Err(frame::TooLong(length)) => {
                         let (what, limit) = ("bytes of a message".to_owned(), calls.shared.message_bytes as u64);
@@ -297,11 +326,17 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
                 // One call after another: what comes meanwhile can only be the end, and withdraws the call.
                 _ = self.read() => return Ok(()),
             };
-            calls.served.fetch_add(1, Ordering::Relaxed);
-            calls.busy.notify_one();
             let reply = reply.unwrap_or_else(|refusal: Refusal| Reply::Refused(wire::refused(&refusal).1));
-            self.say(number, reply).await?;
+            frame::encode(&pb::StoreReply { number, reply: Some(reply) }, &mut self.out);
+            self.send(calls).await?;
         }
+    }
+
+    /// Sends the answer to a call.
+    async fn send(&mut self, calls: &Calls) -> io::Result<()> {
+        calls.served.fetch_add(1, Ordering::Relaxed);
+        calls.busy.notify_one();
+        self.write().await
     }
 
     async fn hello(&mut self) -> io::Result<pb::StoreHello> {
@@ -333,6 +368,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
 
     async fn say(&mut self, number: u64, reply: Reply) -> io::Result<()> {
         frame::encode(&pb::StoreReply { number, reply: Some(reply) }, &mut self.out);
+        self.write().await
+    }
+
+    async fn write(&mut self) -> io::Result<()> {
         let mut rest = &self.out[..];
         while !rest.is_empty() {
             // A caller who doesn't read for so long is gone.

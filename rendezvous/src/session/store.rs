@@ -139,18 +139,54 @@ impl Store {
 
     /// Reads several keys; waits for all of them.
     pub fn multi_get(&self, keys: &[String], timeout: Duration) -> Result<Vec<Vec<u8>>, Error> {
-        let (instance, keys, timeout_ms) = (self.instance(), keys.to_vec(), wire::milliseconds(timeout));
-        let call = Call::MultiGet(pb::MultiGetRequest { instance, keys, timeout_ms });
-        match self.call("multi_get", call, timeout)? {
-            Reply::Values(pb::Values { values }) => Ok(values),
+        let mut values = Vec::with_capacity(keys.len());
+        self.multi_get_each(keys, timeout, |value| values.push(value.to_vec()))?;
+        Ok(values)
+    }
+
+    /// The same; `each` gets the values, in the order of the keys.
+    pub fn multi_get_each<K: AsRef<str>>(
+        &self,
+        keys: &[K],
+        timeout: Duration,
+        mut each: impl FnMut(&[u8]),
+    ) -> Result<(), Error> {
+        let timeout_ms = wire::milliseconds(timeout);
+        let reply = match &self.link {
+            Link::Stream(streams) => {
+                let limit = timeout.saturating_add(self.answer);
+                streams.multi_get(keys, timeout_ms, &mut each, limit, self.asks.as_ref())?
+            }
+            Link::Grpc(_) => {
+                let (instance, keys) = (self.instance(), keys.iter().map(|key| key.as_ref().to_owned()).collect());
+                self.call("multi_get", Call::MultiGet(pb::MultiGetRequest { instance, keys, timeout_ms }), timeout)?
+            }
+        };
+        match reply {
+            Reply::Done(_) => Ok(()),
+            Reply::Values(pb::Values { values }) => {
+                values.iter().for_each(|value| each(value));
+                Ok(())
+            }
             _ => Err(self.odd("multi_get")),
         }
     }
 
     /// Writes several keys, all or none.
-    pub fn multi_set(&self, keys: &[String], values: &[Vec<u8>]) -> Result<(), Error> {
-        let (instance, keys, values) = (self.instance(), keys.to_vec(), values.to_vec());
-        self.done("multi_set", Call::MultiSet(pb::MultiSetRequest { instance, keys, values }), Duration::ZERO)
+    pub fn multi_set<K: AsRef<str>, V: AsRef<[u8]>>(&self, keys: &[K], values: &[V]) -> Result<(), Error> {
+        let reply = match &self.link {
+            Link::Stream(streams) => streams.multi_set((keys, values), self.answer, self.asks.as_ref())?,
+            Link::Grpc(_) => {
+                let (instance, keys) = (self.instance(), keys.iter().map(|key| key.as_ref().to_owned()).collect());
+                let values = values.iter().map(|value| value.as_ref().to_vec()).collect();
+                let call = Call::MultiSet(pb::MultiSetRequest { instance, keys, values });
+                self.call("multi_set", call, Duration::ZERO)?
+            }
+        };
+        match reply {
+            Reply::Done(_) => Ok(()),
+            _ => Err(self.odd("multi_set")),
+        }
     }
 
     /// Appends to a queue.

@@ -20,18 +20,17 @@ use prost::Message as _;
 use rustix::buffer::spare_capacity;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use super::connect::{self, Access};
 use super::error::Error;
 use super::store::Asks;
 use crate::coordinator::stream::keep_alive;
-use crate::frame::{self, HELLO, Inbound, MAGIC};
+use crate::frame::{self, HELLO, Inbound, Looking, MAGIC};
 use crate::secret::Token;
 use crate::wire;
 
-/// How long a caller looks for the answer before it sleeps: to be woken takes longer than most answers.
-const LOOKING: Duration = Duration::from_micros(50);
 /// How often one who waits is asked whether to go on.
 const ASKING: Duration = Duration::from_millis(100);
 /// Connections that are kept for later calls.
@@ -82,6 +81,8 @@ struct Line {
     out: Vec<u8>,
     number: u64,
     message_bytes: usize,
+    /// For calls that are answered at once, and for those that wait.
+    looking: [Looking; 2],
 }
 
 /// Why an exchange has no answer.
@@ -99,6 +100,17 @@ impl From<io::Error> for Failed {
     fn from(error: io::Error) -> Self {
         Failed::Broken(error.to_string())
     }
+}
+
+/// A call: how it is written, how its answer is read, and whether it may wait for others.
+struct Exchange<E, R> {
+    waits: bool,
+    encode: E,
+    read: R,
+}
+
+fn decoded(message: &[u8]) -> Result<pb::StoreReply, Failed> {
+    pb::StoreReply::decode(message).map_err(|error| Failed::Nonsense(error.to_string()))
 }
 
 /// What bounds an exchange.
@@ -152,6 +164,53 @@ impl Streams {
         limit: Duration,
         asks: Option<&Asks>,
     ) -> Result<Reply, Error> {
+        let waits = matches!(what, Call::Get(_) | Call::Wait(_) | Call::QueuePop(_));
+        let encode = |number, out: &mut Vec<u8>| frame::encode(&pb::StoreCall { number, call: Some(what) }, out);
+        self.exchange(call, Exchange { waits, encode, read: decoded }, limit, asks)
+    }
+
+    /// multi_set, with nothing copied but into the frame.
+    pub(super) fn multi_set<K: AsRef<str>, V: AsRef<[u8]>>(
+        &self,
+        (keys, values): (&[K], &[V]),
+        limit: Duration,
+        asks: Option<&Asks>,
+    ) -> Result<Reply, Error> {
+        let encode = |number, out: &mut Vec<u8>| frame::multi_set(number, self.instance, keys, values, out);
+        self.exchange("multi_set", Exchange { waits: false, encode, read: decoded }, limit, asks)
+    }
+
+    /// multi_get; `each` gets the values in order.
+    pub(super) fn multi_get<K: AsRef<str>>(
+        &self,
+        keys: &[K],
+        timeout_ms: u32,
+        mut each: impl FnMut(&[u8]),
+        limit: Duration,
+        asks: Option<&Asks>,
+    ) -> Result<Reply, Error> {
+        let encode = |number, out: &mut Vec<u8>| frame::multi_get(number, self.instance, keys, timeout_ms, out);
+        let read = |message: &[u8]| match frame::read_values(message) {
+            Some((number, values)) => {
+                values.into_iter().for_each(&mut each);
+                Ok(pb::StoreReply { number, reply: Some(Reply::Done(pb::Done {})) })
+            }
+            None => decoded(message),
+        };
+        self.exchange("multi_get", Exchange { waits: true, encode, read }, limit, asks)
+    }
+
+    fn exchange<E, R>(
+        &self,
+        call: &'static str,
+        what: Exchange<E, R>,
+        limit: Duration,
+        asks: Option<&Asks>,
+    ) -> Result<Reply, Error>
+    where
+        E: FnOnce(u64, &mut Vec<u8>),
+        R: FnOnce(&[u8]) -> Result<pb::StoreReply, Failed>,
+    {
         let began = Instant::now();
         let deadline = began + limit;
         let until = Until { deadline, asks };
@@ -262,14 +321,17 @@ impl Road {
         until: &Until<'_>,
     ) -> Result<Result<(Line, pb::HelloReply), crate::refusal::Refusal>, Failed> {
         let (inbound, message_bytes) = (Inbound::default(), self.message_bytes);
-        let mut line = Line { socket, inbound, out: Vec::new(), number: 0, message_bytes };
+        let looking = [Looking::default(); 2];
+        // A read that sleeps wakes so often to see whether to go on.
+        set_socket_timeout(&socket, Timeout::Recv, Some(ASKING)).map_err(|error| Failed::Broken(error.to_string()))?;
+        let mut line = Line { socket, inbound, out: Vec::new(), number: 0, message_bytes, looking };
         let token = self.token.as_ref().map(Token::reveal).unwrap_or_default();
         let hello = pb::StoreHello { version: wire::VERSION.to_owned(), token };
         let mut out = Vec::new();
         frame::encode(&hello, &mut out);
         out.splice(..0, *MAGIC);
         line.write(&out, until)?;
-        match line.answer(0, HELLO, until)? {
+        match line.answer(0, HELLO, until, &mut Looking::default(), decoded)? {
             Reply::Hello(hello) => {
                 let theirs = usize::try_from(hello.message_bytes).ok().filter(|bytes| *bytes > 0);
                 line.message_bytes = theirs.map_or(line.message_bytes, |theirs| theirs.min(line.message_bytes));
@@ -302,15 +364,22 @@ impl Line {
         matches!(recv(&self.socket, &mut byte[..], flags), Err(Errno::AGAIN))
     }
 
-    fn exchange(&mut self, call: Call, until: &Until<'_>) -> Result<Reply, Failed> {
+    fn exchange<E, R>(&mut self, what: Exchange<E, R>, until: &Until<'_>) -> Result<Reply, Failed>
+    where
+        E: FnOnce(u64, &mut Vec<u8>),
+        R: FnOnce(&[u8]) -> Result<pb::StoreReply, Failed>,
+    {
         self.number += 1;
         let mut out = std::mem::take(&mut self.out);
-        frame::encode(&pb::StoreCall { number: self.number, call: Some(call) }, &mut out);
+        (what.encode)(self.number, &mut out);
         let long = out.len() - frame::HEAD > self.message_bytes;
         let written = if long { Err(Failed::TooLong(out.len())) } else { self.write(&out, until) };
         self.out = out;
         written?;
-        self.answer(self.number, self.message_bytes, until)
+        let mut looking = self.looking[usize::from(what.waits)];
+        let reply = self.answer(self.number, self.message_bytes, until, &mut looking, what.read);
+        self.looking[usize::from(what.waits)] = looking;
+        reply
     }
 
     fn write(&self, bytes: &[u8], until: &Until<'_>) -> Result<(), Failed> {
@@ -326,31 +395,45 @@ impl Line {
         Ok(())
     }
 
-    fn answer(&mut self, number: u64, limit: usize, until: &Until<'_>) -> Result<Reply, Failed> {
-        let nonsense = |what: String| Failed::Nonsense(what);
-        let sent = Instant::now();
-        loop {
-            match self.inbound.frame(limit) {
-                Ok(Some(message)) => {
-                    let reply = pb::StoreReply::decode(message).map_err(|error| nonsense(error.to_string()))?;
-                    let known = reply.number == number || matches!(reply.reply, Some(Reply::Refused(_)));
-                    return match reply.reply {
-                        Some(answer) if known => Ok(answer),
-                        Some(_) => Err(nonsense(format!("answer {} to call {number}", reply.number))),
-                        None => Err(nonsense("an answer of a newer kind".to_owned())),
-                    };
-                }
-                Ok(None) => {}
-                Err(frame::TooLong(length)) => return Err(nonsense(format!("a frame of {length} bytes"))),
+    fn answer(
+        &mut self,
+        number: u64,
+        limit: usize,
+        until: &Until<'_>,
+        looking: &mut Looking,
+        read: impl FnOnce(&[u8]) -> Result<pb::StoreReply, Failed>,
+    ) -> Result<Reply, Failed> {
+        let (sent, mut slept) = (Instant::now(), false);
+        let message = loop {
+            match self.inbound.next(limit) {
+                Ok(Some(range)) if range.end <= self.inbound.bytes.len() => break range,
+                Ok(_) => {}
+                Err(frame::TooLong(length)) => return Err(Failed::Nonsense(format!("a frame of {length} bytes"))),
             }
             self.inbound.make_room();
-            match recv(&self.socket, spare_capacity(&mut self.inbound.bytes), RecvFlags::DONTWAIT) {
+            let looks = !slept && sent.elapsed() < looking.limit();
+            let flags = if looks { RecvFlags::DONTWAIT } else { RecvFlags::empty() };
+            match recv(&self.socket, spare_capacity(&mut self.inbound.bytes), flags) {
                 Ok((0, _)) => return Err(Failed::Broken("it closed the connection".to_owned())),
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) if sent.elapsed() < LOOKING => thread::yield_now(),
-                Err(Errno::AGAIN) => until.ready(&self.socket, PollFlags::IN)?,
+                Err(Errno::AGAIN) if looks => thread::yield_now(),
+                // The socket's own timeout.
+                Err(Errno::AGAIN) => until.passed()?,
                 Err(error) => return Err(Failed::Broken(error.to_string())),
             }
+            slept |= !looks;
+        };
+        if slept {
+            looking.missed();
+        } else {
+            looking.found();
+        }
+        let reply = read(self.inbound.used(message))?;
+        let known = reply.number == number || matches!(reply.reply, Some(Reply::Refused(_)));
+        match reply.reply {
+            Some(answer) if known => Ok(answer),
+            Some(_) => Err(Failed::Nonsense(format!("answer {} to call {number}", reply.number))),
+            None => Err(Failed::Nonsense("an answer of a newer kind".to_owned())),
         }
     }
 }
@@ -371,10 +454,19 @@ impl Until<'_> {
                 Ok(_) => return Ok(()),
                 Err(error) => return Err(Failed::Broken(error.to_string())),
             }
-            if self.asks.is_some_and(|asks| asks()) {
-                return Err(Failed::Interrupted);
-            }
+            self.passed()?;
         }
+    }
+
+    /// Whether it is time to give up.
+    fn passed(&self) -> Result<(), Failed> {
+        if Instant::now() >= self.deadline {
+            return Err(Failed::Late);
+        }
+        if self.asks.is_some_and(|asks| asks()) {
+            return Err(Failed::Interrupted);
+        }
+        Ok(())
     }
 }
 

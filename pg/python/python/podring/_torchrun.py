@@ -117,8 +117,10 @@ class Handler(RendezvousHandler):
 
     def __init__(self, inner: DynamicRendezvousHandler, store: dist.Store, host: str, port: int) -> None:
         self._inner, self._store, self._host, self._port = inner, store, host, port
-        # Where torch's would start a TCPStore for the workers, ours is there already.
-        inner._create_tcp_store_server = lambda *_: store  # type: ignore[method-assign,assignment]
+        # torch's would start a TCPStore for the workers and tell the others of it, in the first round only: an agent
+        # that comes later waits for it in vain. Ours is there already, and known to all.
+        inner._shared_tcp_store_server = store
+        inner._bootstrap_store_info = RendezvousStoreInfo(host, port)
 
     def get_backend(self) -> str:
         return NAME
