@@ -15,41 +15,8 @@ pub(crate) const HEAD: usize = 4;
 /// A buffer that grew beyond this is given back after use.
 const KEPT: usize = 1 << 20;
 
-/// How long to look for what comes before sleeping: to be woken takes longer than most calls. Less where it was in vain.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Looking {
-    micros: u32,
-    since: u32,
-}
-
-impl Looking {
-    const MOST: u32 = 50;
-    /// So many times not to look, where it was in vain, before it is tried again.
-    const PAUSE: u32 = 64;
-
-    pub(crate) fn limit(&self) -> Duration {
-        Duration::from_micros(self.micros.into())
-    }
-
-    pub(crate) fn found(&mut self) {
-        self.micros = Self::MOST;
-    }
-
-    /// Looked, or slept, in vain.
-    pub(crate) fn missed(&mut self) {
-        self.micros /= 2;
-        self.since = if self.micros == 0 { self.since + 1 } else { 0 };
-        if self.since >= Self::PAUSE {
-            (self.micros, self.since) = (Self::MOST, 0);
-        }
-    }
-}
-
-impl Default for Looking {
-    fn default() -> Self {
-        Looking { micros: Self::MOST, since: 0 }
-    }
-}
+/// How long to look for what comes before sleeping: to be woken takes longer than most calls.
+pub(crate) const LOOKING: Duration = Duration::from_micros(50);
 
 /// Bytes as they arrive.
 #[derive(Default)]
@@ -129,6 +96,7 @@ pub(crate) fn encode(message: &impl Message, out: &mut Vec<u8>) {
 // as (number << 3 | wire type); a test holds them against the generated code.
 
 const NUMBER: u64 = 1 << 3;
+const AFTER: u64 = 19 << 3;
 const CALL_MULTI_GET: u64 = 10 << 3 | 2;
 const CALL_MULTI_SET: u64 = 11 << 3 | 2;
 const REPLY_VALUES: u64 = 8 << 3 | 2;
@@ -161,31 +129,37 @@ fn bytes_len<B: AsRef<[u8]>>(all: impl IntoIterator<Item = B>) -> usize {
     all.into_iter().map(one).map(|len| 1 + varint_len(len as u64) + len).sum()
 }
 
-/// Begins a frame with a message that has a number and one more field, of `inner` bytes.
-fn begin(number: u64, field: u64, inner: usize, out: &mut Vec<u8>) {
+/// Begins a frame with a message that has a number, how many quiet calls came before if any did, and one more field, of
+/// `inner` bytes.
+fn begin(number: u64, after: u64, field: u64, inner: usize, out: &mut Vec<u8>) {
     out.clear();
     if out.capacity() > KEPT {
         *out = Vec::new();
     }
-    let length = 1 + varint_len(number) + 1 + varint_len(inner as u64) + inner;
+    let before = if after > 0 { varint_len(AFTER) + varint_len(after) } else { 0 };
+    let length = 1 + varint_len(number) + before + 1 + varint_len(inner as u64) + inner;
     out.reserve(HEAD + length);
     out.extend_from_slice(&(length as u32).to_le_bytes());
     varint(NUMBER, out);
     varint(number, out);
+    if after > 0 {
+        varint(AFTER, out);
+        varint(after, out);
+    }
     varint(field, out);
     varint(inner as u64, out);
 }
 
 /// A frame with a call of multi_set.
 pub(crate) fn multi_set<K: AsRef<str>, V: AsRef<[u8]>>(
-    number: u64,
+    (number, after): (u64, u64),
     instance: u64,
     keys: &[K],
     values: &[V],
     out: &mut Vec<u8>,
 ) {
     let inner = 9 + bytes_len(keys.iter().map(|key| key.as_ref().as_bytes())) + bytes_len(values);
-    begin(number, CALL_MULTI_SET, inner, out);
+    begin(number, after, CALL_MULTI_SET, inner, out);
     varint(INSTANCE, out);
     out.extend_from_slice(&instance.to_le_bytes());
     keys.iter().for_each(|key| bytes(KEYS, key.as_ref().as_bytes(), out));
@@ -193,10 +167,16 @@ pub(crate) fn multi_set<K: AsRef<str>, V: AsRef<[u8]>>(
 }
 
 /// A frame with a call of multi_get.
-pub(crate) fn multi_get<K: AsRef<str>>(number: u64, instance: u64, keys: &[K], timeout_ms: u32, out: &mut Vec<u8>) {
+pub(crate) fn multi_get<K: AsRef<str>>(
+    (number, after): (u64, u64),
+    instance: u64,
+    keys: &[K],
+    timeout_ms: u32,
+    out: &mut Vec<u8>,
+) {
     let timeout = u64::from(timeout_ms);
     let inner = 9 + bytes_len(keys.iter().map(|key| key.as_ref().as_bytes())) + 1 + varint_len(timeout);
-    begin(number, CALL_MULTI_GET, inner, out);
+    begin(number, after, CALL_MULTI_GET, inner, out);
     varint(INSTANCE, out);
     out.extend_from_slice(&instance.to_le_bytes());
     keys.iter().for_each(|key| bytes(KEYS, key.as_ref().as_bytes(), out));
@@ -207,7 +187,7 @@ pub(crate) fn multi_get<K: AsRef<str>>(number: u64, instance: u64, keys: &[K], t
 /// A frame with the answer to multi_get.
 pub(crate) fn values<'a>(number: u64, values: impl Iterator<Item = &'a [u8]> + Clone, out: &mut Vec<u8>) {
     let inner = bytes_len(values.clone());
-    begin(number, REPLY_VALUES, inner, out);
+    begin(number, 0, REPLY_VALUES, inner, out);
     values.for_each(|value| bytes(EACH_VALUE, value, out));
 }
 
@@ -258,23 +238,25 @@ impl<'a> Fields<'a> {
         Ok(Some((tag, field)))
     }
 
-    /// The number and the one other field of a call or an answer, if that is the one wanted.
-    fn of(message: &'a [u8], wanted: u64) -> Option<(u64, Fields<'a>)> {
-        let (mut fields, mut number, mut found) = (Fields(message), 0, None);
+    /// Number, quiet calls before, and the one other field of a call or an answer, if that is the one wanted.
+    fn of(message: &'a [u8], wanted: u64) -> Option<(u64, u64, Fields<'a>)> {
+        let (mut fields, mut number, mut after, mut found) = (Fields(message), 0, 0, None);
         while let Some((tag, field)) = fields.field().ok()? {
             match (tag, field) {
                 (NUMBER, Field::Number(value)) => number = value,
+                (AFTER, Field::Number(value)) => after = value,
                 (tag, Field::Bytes(inner)) if tag == wanted && found.is_none() => found = Some(Fields(inner)),
                 _ => return None,
             }
         }
-        Some((number, found?))
+        Some((number, after, found?))
     }
 }
 
 /// A call of many keys, not copied out of its frame.
 pub(crate) struct Many<'a> {
     pub(crate) number: u64,
+    pub(crate) after: u64,
     pub(crate) instance: u64,
     pub(crate) keys: Vec<&'a str>,
     /// Of multi_set.
@@ -286,8 +268,8 @@ impl<'a> Many<'a> {
     pub(crate) fn read(message: &'a [u8]) -> Option<Many<'a>> {
         let set = Fields::of(message, CALL_MULTI_SET);
         let is_set = set.is_some();
-        let (number, mut fields) = set.or_else(|| Fields::of(message, CALL_MULTI_GET))?;
-        let mut many = Many { number, instance: 0, keys: Vec::new(), values: is_set.then(Vec::new) };
+        let (number, after, mut fields) = set.or_else(|| Fields::of(message, CALL_MULTI_GET))?;
+        let mut many = Many { number, after, instance: 0, keys: Vec::new(), values: is_set.then(Vec::new) };
         while let Some((tag, field)) = fields.field().ok()? {
             match (tag, field, &mut many.values) {
                 (INSTANCE, Field::Fixed(instance), _) => many.instance = instance,
@@ -303,7 +285,7 @@ impl<'a> Many<'a> {
 
 /// The values of an answer to multi_get, not copied out of their frame. `None` for any other answer.
 pub(crate) fn read_values(message: &[u8]) -> Option<(u64, Vec<&[u8]>)> {
-    let (number, mut fields) = Fields::of(message, REPLY_VALUES)?;
+    let (number, _, mut fields) = Fields::of(message, REPLY_VALUES)?;
     let mut values = Vec::new();
     while let Some(field) = fields.field().ok()? {
         match field {
@@ -358,6 +340,7 @@ mod tests {
         #[test]
         fn many_keys_are_written_and_read_as_generated(
             number in any::<u64>(),
+            after in any::<u64>(),
             instance in any::<u64>(),
             timeout_ms in any::<u32>(),
             pairs in proptest::collection::vec(("[a-zé]{0,200}", proptest::collection::vec(any::<u8>(), 0..200)), 0..20),
@@ -366,20 +349,21 @@ mod tests {
             use pb::store_reply::Reply;
             let (keys, all): (Vec<String>, Vec<Vec<u8>>) = pairs.into_iter().unzip();
             let mut out = Vec::new();
-            multi_set(number, instance, &keys, &all, &mut out);
+            multi_set((number, after), instance, &keys, &all, &mut out);
             prop_assert_eq!(out.len() - HEAD, u32::from_le_bytes(out[..HEAD].try_into().unwrap()) as usize);
             let request = pb::MultiSetRequest { instance, keys: keys.clone(), values: all.clone() };
-            let expected = pb::StoreCall { number, call: Some(Call::MultiSet(request)) };
+            let expected = pb::StoreCall { number, after, quiet: false, call: Some(Call::MultiSet(request)) };
             prop_assert_eq!(pb::StoreCall::decode(&out[HEAD..]).unwrap(), expected.clone());
             let generated = expected.encode_to_vec();
             for message in [&out[HEAD..], &generated[..]] {
                 let many = Many::read(message).unwrap();
-                prop_assert_eq!((many.number, many.instance, many.keys), (number, instance, keys.iter().map(String::as_str).collect()));
+                prop_assert_eq!((many.number, many.after, many.instance), (number, after, instance));
+                prop_assert_eq!(many.keys, keys.clone());
                 prop_assert_eq!(many.values.unwrap(), all.clone());
             }
-            multi_get(number, instance, &keys, timeout_ms, &mut out);
+            multi_get((number, after), instance, &keys, timeout_ms, &mut out);
             let request = pb::MultiGetRequest { instance, keys: keys.clone(), timeout_ms };
-            let expected = pb::StoreCall { number, call: Some(Call::MultiGet(request)) };
+            let expected = pb::StoreCall { number, after, quiet: false, call: Some(Call::MultiGet(request)) };
             prop_assert_eq!(pb::StoreCall::decode(&out[HEAD..]).unwrap(), expected.clone());
             let generated = expected.encode_to_vec();
             let many = Many::read(&generated).unwrap();
@@ -396,7 +380,7 @@ mod tests {
         fn garbage_in_a_frame(bytes in proptest::collection::vec(any::<u8>(), 0..200), cut in 0usize..60) {
             let _ = (Many::read(&bytes), read_values(&bytes));
             let mut out = Vec::new();
-            multi_set(7, 9, &["a", "bc"], &[&b"1"[..], b"22"], &mut out);
+            multi_set((7, 3), 9, &["a", "bc"], &[&b"1"[..], b"22"], &mut out);
             let message = &out[HEAD..];
             let torn = &message[..cut.min(message.len())];
             if let Some(many) = Many::read(torn) {

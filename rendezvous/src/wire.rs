@@ -269,7 +269,7 @@ mod tests {
     #[test]
     fn what_a_newer_peer_adds_is_ignored() {
         // Field 99, length-delimited, that this side doesn't know.
-        let mut bytes = pb::HelloReply { instance: 5, epoch: 2, silence_ms: 1, message_bytes: 1 }.encode_to_vec();
+        let mut bytes = pb::HelloReply { instance: 5, epoch: 2, ..Default::default() }.encode_to_vec();
         bytes.extend([0x9a, 0x06, 0x01, b'x']);
         assert_eq!(pb::HelloReply::decode(&bytes[..]).unwrap().instance, 5);
         let event = pb::JoinEvent::decode(&[0x9a, 0x06, 0x01, b'x'][..]).unwrap();

@@ -3,13 +3,15 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use podring_proto as pb;
 use podring_rendezvous::coordinator::{Config, Coordinator};
+use podring_rendezvous::decide::keyvalue;
+use podring_rendezvous::refusal::Refusal;
 use podring_rendezvous::secret::Token;
 use podring_rendezvous::session::{Access, Error, Store};
 use prost::Message as _;
@@ -40,7 +42,7 @@ fn frame(message: &impl prost::Message) -> Vec<u8> {
 }
 
 fn hello(token: &str) -> Vec<u8> {
-    [MAGIC, &frame(&pb::StoreHello { version: "1.1".into(), token: token.into() })].concat()
+    [MAGIC, &frame(&pb::StoreHello { version: "1.1".into(), token: token.into(), client: 0, sent: 0 })].concat()
 }
 
 fn reply(stream: &mut TcpStream) -> pb::StoreReply {
@@ -64,7 +66,7 @@ fn without_the_token_nothing_is_answered() {
     let store = Store::connect(&Access { token: Some(Token::new(TOKEN).unwrap()), ..access(&coordinator) }).unwrap();
     store.set("k", b"v").unwrap();
     let get = pb::GetRequest { instance: 0, key: "k".into(), timeout_ms: 0 };
-    let get = frame(&pb::StoreCall { number: 1, call: Some(pb::store_call::Call::Get(get)) });
+    let get = frame(&pb::StoreCall { number: 1, quiet: false, after: 0, call: Some(pb::store_call::Call::Get(get)) });
     for token in ["", "0123456789abcdeX", "0123456789abcde", "Bearer 0123456789abcdef"] {
         let mut stream = raw(&coordinator);
         stream.write_all(&[hello(token), get.clone()].concat()).unwrap();
@@ -169,6 +171,51 @@ fn stopping_ends_waits_and_frees_the_port() {
     assert!(store.get("k", Duration::ZERO).unwrap_err().to_string().contains("is lost"));
     assert!(began.elapsed() < SOON);
     second.stop();
-    let lost = store.patient(Duration::from_millis(300), None).set("k", b"").unwrap_err();
+    let lost = store.patient(Duration::from_millis(300), None).add("k", 1).unwrap_err();
     assert!(matches!(&lost, Error::CoordinatorLost { endpoint, .. } if *endpoint == address.to_string()), "{lost}");
+}
+
+/// A set that isn't waited for comes before everything the client does afterwards, whichever thread and connection that
+/// takes.
+#[test]
+fn sets_come_before_what_follows_them() {
+    let coordinator = coordinator(false);
+    let store = Store::connect(&access(&coordinator)).unwrap();
+    thread::scope(|scope| {
+        let (say, said) = mpsc::channel::<u32>();
+        let waits: Vec<_> = (0..3).map(|_| scope.spawn(|| store.get("end", SOON))).collect();
+        let looks = scope.spawn(|| {
+            for number in said {
+                assert!(store.check(&[format!("k{number}")]).unwrap(), "{number}");
+                assert_eq!(store.get("last", Duration::ZERO).unwrap(), number.to_string().into_bytes());
+                store.set("seen", number.to_string().as_bytes()).unwrap();
+            }
+        });
+        for number in 0..500 {
+            store.set(&format!("k{number}"), b"").unwrap();
+            store.set("last", number.to_string().as_bytes()).unwrap();
+            say.send(number).unwrap();
+            while store.get("seen", SOON).unwrap() != number.to_string().into_bytes() {
+                thread::yield_now();
+            }
+        }
+        drop(say);
+        looks.join().unwrap();
+        store.set("end", b"").unwrap();
+        waits.into_iter().for_each(|wait| assert!(wait.join().unwrap().is_ok()));
+    });
+}
+
+#[test]
+fn a_refused_set_is_told_with_the_next_answer() {
+    let limits = keyvalue::Limits { keys: 1, ..keyvalue::Limits::default() };
+    let config = Config { silence: SILENCE, store: limits, ..Config::default() };
+    let coordinator = Coordinator::start(config).unwrap();
+    let store = Store::connect(&access(&coordinator)).unwrap();
+    store.set("a", b"").unwrap();
+    store.set("b", b"").unwrap();
+    let error = store.multi_get(&["a".to_owned()], SOON).unwrap_err();
+    assert!(matches!(error.refusal(), Some(Refusal::TooMuch { limit: 1, .. })), "{error}");
+    assert_eq!(store.get("a", SOON).unwrap(), b"");
+    assert!(!store.check(&["b".to_owned()]).unwrap());
 }

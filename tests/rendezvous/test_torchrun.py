@@ -211,7 +211,7 @@ def test_the_state_is_exchanged_by_compare_and_set() -> None:
     from podring._torchrun import Backend
 
     with server("podring") as one:
-        first, second = Backend(one.client(), "run"), Backend(one.client(), "run")
+        first, second = Backend(one.client(2), "run"), Backend(one.client(), "run")
         assert first.name == "podring" and first.get_state() is None
         # A token of nobody's, while there is no state: nothing is written.
         assert first.set_state(b"x", object()) is None

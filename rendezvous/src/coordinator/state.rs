@@ -98,9 +98,18 @@ impl Shared {
     }
 
     pub(super) fn hello(&self) -> HelloReply {
-        let epoch = self.state.lock().roster.epoch();
-        let silence_ms = wire::milliseconds(self.silence);
-        HelloReply { instance: self.instance, epoch, silence_ms, message_bytes: self.message_bytes as u64 }
+        let (epoch, limits) = {
+            let state = self.state.lock();
+            (state.roster.epoch(), state.store.limits())
+        };
+        HelloReply {
+            instance: self.instance,
+            epoch,
+            silence_ms: wire::milliseconds(self.silence),
+            message_bytes: self.message_bytes as u64,
+            key_bytes: limits.key_bytes as u64,
+            value_bytes: limits.value_bytes as u64,
+        }
     }
 
     /// A world as a message.

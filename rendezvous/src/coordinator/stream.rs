@@ -4,15 +4,17 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::UnixListener;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use pb::store_call::Call;
 use pb::store_reply::Reply;
 use podring_proto as pb;
 use prost::Message as _;
+use rustc_hash::FxHashMap;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::timeout;
@@ -21,10 +23,15 @@ use super::guard::Stop;
 use super::state::Shared;
 use crate::decide::keyvalue::{KeyValue, Outcome, Want};
 use crate::decide::{bounded, invalid};
-use crate::frame::{self, HELLO, Inbound, Looking, MAGIC, Many};
+use crate::frame::{self, HELLO, Inbound, LOOKING, MAGIC, Many};
 use crate::refusal::Refusal;
 use crate::secret::Token;
 use crate::wire;
+
+/// How long the quiet calls that come before another may take to be read.
+const LOST: Duration = Duration::from_secs(5);
+/// Between two looks for them.
+const PAUSE: Duration = Duration::from_millis(1);
 
 /// A caller whose first byte is the magic's.
 pub(super) struct Caller {
@@ -39,6 +46,16 @@ pub(super) struct Calls {
     /// Counted up by every call.
     served: AtomicU64,
     busy: Notify,
+    /// Those that make quiet calls, as long as they have a stream.
+    clients: Mutex<FxHashMap<u64, Weak<Client>>>,
+}
+
+/// A client that makes quiet calls.
+struct Client {
+    /// So many are done.
+    done: AtomicU64,
+    /// Why one was refused, until the client has been told.
+    refused: Mutex<Option<Refusal>>,
 }
 
 /// The thread that serves them.
@@ -49,7 +66,7 @@ pub(super) struct Streams {
 
 impl Calls {
     pub(super) fn new(shared: Arc<Shared>, token: Option<Token>) -> Self {
-        Calls { shared, token, served: AtomicU64::new(0), busy: Notify::new() }
+        Calls { shared, token, served: AtomicU64::new(0), busy: Notify::new(), clients: Mutex::default() }
     }
 
     /// Serves callers until stopped, and those of this host that come through the addresses beside `served`.
@@ -134,8 +151,11 @@ impl Calls {
     }
 
     /// Does a call of many keys that needs no waiting, and writes its answer into `out`; whether it was one.
-    fn many(&self, message: &[u8], out: &mut Vec<u8>) -> bool {
-        let Some(Many { number, instance, keys, values }) = Many::read(message) else { return false };
+    fn many(&self, message: &[u8], client: &Client, out: &mut Vec<u8>) -> bool {
+        let Some(Many { number, after, instance, keys, values }) = Many::read(message) else { return false };
+        if client.done.load(Ordering::Relaxed) < after || client.refused.lock().is_some() {
+            return false;
+        }
         let done = match &values {
             Some(values) => self.store(instance, |store| store.multi_set(&keys, values)).map(|()| {
                 frame::encode(&pb::StoreReply { number, reply: Some(Reply::Done(pb::Done {})) }, out);
@@ -181,23 +201,51 @@ impl Calls {
         wire::compatible(&hello.version)
     }
 
+    fn client(&self, hello: &pb::StoreHello) -> Arc<Client> {
+        let mut clients = self.clients.lock();
+        if let Some(client) = clients.get(&hello.client).and_then(Weak::upgrade) {
+            return client;
+        }
+        let client = Arc::new(Client { done: AtomicU64::new(hello.sent), refused: Mutex::default() });
+        if hello.client != 0 {
+            // As many as were there at most twice, so that it is seldom done.
+            if clients.len() == clients.capacity() {
+                clients.retain(|_, client| client.strong_count() > 0);
+            }
+            clients.insert(hello.client, Arc::downgrade(&client));
+        }
+        client
+    }
+
     /// Keeps the thread awake for a while after each call.
     async fn look(self: Arc<Self>) {
-        let mut looking = Looking::default();
         loop {
             self.busy.notified().await;
             let (mut seen, mut since) = (self.served.load(Ordering::Relaxed), Instant::now());
-            while since.elapsed() < looking.limit() {
+            while since.elapsed() < LOOKING {
                 thread::yield_now();
                 tokio::task::yield_now().await;
                 let now = self.served.load(Ordering::Relaxed);
                 if now != seen {
-                    looking.found();
                     (seen, since) = (now, Instant::now());
                 }
             }
-            looking.missed();
         }
+    }
+}
+
+impl Client {
+    /// Waits until so many quiet calls are done: those of another stream may be read a moment later than this one's.
+    async fn reach(&self, after: u64) -> Result<(), Refusal> {
+        let since = Instant::now();
+        while self.done.load(Ordering::Relaxed) < after {
+            if since.elapsed() > LOST {
+                let done = self.done.load(Ordering::Relaxed);
+                return Err(invalid("order", format!("{done} of {after} calls before it: others were lost")));
+            }
+            if since.elapsed() < LOOKING { tokio::task::yield_now().await } else { tokio::time::sleep(PAUSE).await }
+        }
+        Ok(())
     }
 }
 
@@ -292,11 +340,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
         if admitted.is_err() {
             return Ok(());
         }
+        let client = calls.client(&hello);
         loop {
-            let pb::StoreCall { number, call } = loop {
+            let pb::StoreCall { number, quiet, after, call } = loop {
                 match self.inbound.frame(calls.shared.message_bytes) {
                     Ok(Some(message)) => {
-                        if calls.many(message, &mut self.out) {
+                        if calls.many(message, &client, &mut self.out) {
                             self.send(calls).await?;
                             continue;
                         }
@@ -314,6 +363,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
                 }
             };
             let answer = async {
+                client.reach(after).await?;
+                if !quiet && let Some(refusal) = client.refused.lock().take() {
+                    return Err(refusal);
+                }
+                if quiet && !matches!(call, Some(Call::Set(_))) {
+                    return Err(invalid("call", "a quiet one that isn't a set"));
+                }
                 let call = call.ok_or_else(|| invalid("call", "one that this coordinator doesn't know"))?;
                 let reply = calls.answer(call).await?;
                 bounded("bytes of an answer", reply.encoded_len(), calls.shared.message_bytes)?;
@@ -324,8 +380,17 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
                 biased;
                 reply = &mut answer => reply,
                 // One call after another: what comes meanwhile can only be the end, and withdraws the call.
-                _ = self.read() => return Ok(()),
+                _ = self.read(), if !quiet => return Ok(()),
             };
+            if quiet {
+                client.done.fetch_add(1, Ordering::Relaxed);
+                calls.served.fetch_add(1, Ordering::Relaxed);
+                calls.busy.notify_one();
+                if let Err(refusal) = reply {
+                    client.refused.lock().get_or_insert(refusal);
+                }
+                continue;
+            }
             let reply = reply.unwrap_or_else(|refusal: Refusal| Reply::Refused(wire::refused(&refusal).1));
             frame::encode(&pb::StoreReply { number, reply: Some(reply) }, &mut self.out);
             self.send(calls).await?;

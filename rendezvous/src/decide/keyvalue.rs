@@ -114,6 +114,11 @@ impl KeyValue {
         KeyValue { limits, ..Default::default() }
     }
 
+    /// What it takes at most.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
     /// A store that keeps account of its changes from now on; see [`KeyValue::changes`].
     pub fn keep_journal(&mut self) {
         self.journal = Some(Vec::new());

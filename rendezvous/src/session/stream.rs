@@ -8,6 +8,7 @@ use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -27,7 +28,7 @@ use super::connect::{self, Access};
 use super::error::Error;
 use super::store::Asks;
 use crate::coordinator::stream::keep_alive;
-use crate::frame::{self, HELLO, Inbound, Looking, MAGIC};
+use crate::frame::{self, HELLO, Inbound, LOOKING, MAGIC};
 use crate::secret::Token;
 use crate::wire;
 
@@ -35,6 +36,14 @@ use crate::wire;
 const ASKING: Duration = Duration::from_millis(100);
 /// Connections that are kept for later calls.
 const KEPT: usize = 16;
+/// Bytes of the longest key and value whose set isn't waited for.
+const QUIET: (usize, usize) = (4096, 64 << 10);
+
+/// A client's name; 0, with which no call is quiet, if there is no randomness.
+fn nonce() -> u64 {
+    let mut bytes = [0; 8];
+    if getrandom::fill(&mut bytes).is_ok() { u64::from_le_bytes(bytes) | 1 } else { 0 }
+}
 
 /// Connections to one coordinator's store.
 pub(super) struct Streams {
@@ -42,6 +51,11 @@ pub(super) struct Streams {
     pub(super) instance: u64,
     silence: Duration,
     road: Road,
+    /// The name of this client in quiet calls, and how many it has made.
+    client: AtomicU64,
+    sent: AtomicU64,
+    /// Bytes of the longest key and value in a quiet call: none is refused for its length.
+    quiet: (usize, usize),
     idle: Mutex<Idle>,
 }
 
@@ -80,9 +94,9 @@ struct Line {
     inbound: Inbound,
     out: Vec<u8>,
     number: u64,
+    /// As whose it was opened.
+    client: u64,
     message_bytes: usize,
-    /// For calls that are answered at once, and for those that wait.
-    looking: [Looking; 2],
 }
 
 /// Why an exchange has no answer.
@@ -102,9 +116,8 @@ impl From<io::Error> for Failed {
     }
 }
 
-/// A call: how it is written, how its answer is read, and whether it may wait for others.
+/// A call: how it is written, and how its answer is read.
 struct Exchange<E, R> {
-    waits: bool,
     encode: E,
     read: R,
 }
@@ -130,7 +143,8 @@ impl Streams {
         let (token, message_bytes) = (access.token.clone(), access.message_bytes);
         let mut road = Road { peer, beside: None, token, message_bytes };
         let until = Until { deadline: Instant::now() + limit, asks: None };
-        let (mut line, mut hello) = match road.greet(Socket::Tcp(stream), &until) {
+        let client = nonce();
+        let (mut line, mut hello) = match road.greet(Socket::Tcp(stream), (client, 0), &until) {
             Ok(Ok(greeted)) => greeted,
             Ok(Err(refusal)) => return Err(Error::Refused { call: "hello", refusal }),
             Err(_) => return Ok(None),
@@ -138,7 +152,7 @@ impl Streams {
         // The same coordinator through a Unix socket, if there is one of this host and of this user.
         for name in frame::served_as(peer).map(frame::beside) {
             let Ok(socket) = unix(&name) else { continue };
-            if let Ok(Ok((near, again))) = road.greet(socket, &until)
+            if let Ok(Ok((near, again))) = road.greet(socket, (client, 0), &until)
                 && again.instance == hello.instance
             {
                 (line, hello) = (near, again);
@@ -153,7 +167,10 @@ impl Streams {
         }
         let idle = Mutex::new(Idle { owner: std::process::id(), lines: vec![line] });
         let endpoint = access.endpoints.join(", ").into();
-        Ok(Some(Streams { endpoint, instance: hello.instance, silence, road, idle }))
+        let (client, sent) = (AtomicU64::new(client), AtomicU64::new(0));
+        let least = |most: usize, theirs: u64| usize::try_from(theirs).map_or(most, |theirs| most.min(theirs));
+        let quiet = (least(QUIET.0, hello.key_bytes), least(QUIET.1, hello.value_bytes));
+        Ok(Some(Streams { endpoint, instance: hello.instance, silence, road, client, sent, quiet, idle }))
     }
 
     /// Makes a call and waits for its answer, for at most `limit`.
@@ -164,9 +181,46 @@ impl Streams {
         limit: Duration,
         asks: Option<&Asks>,
     ) -> Result<Reply, Error> {
-        let waits = matches!(what, Call::Get(_) | Call::Wait(_) | Call::QueuePop(_));
-        let encode = |number, out: &mut Vec<u8>| frame::encode(&pb::StoreCall { number, call: Some(what) }, out);
-        self.exchange(call, Exchange { waits, encode, read: decoded }, limit, asks)
+        let encode = |number, out: &mut Vec<u8>| {
+            let after = self.sent.load(Ordering::SeqCst);
+            frame::encode(&pb::StoreCall { number, quiet: false, after, call: Some(what) }, out);
+        };
+        self.exchange(call, Exchange { encode, read: decoded }, limit, asks)
+    }
+
+    /// A set that isn't waited for: it is done before whatever this client does next, on whichever connection. `false`:
+    /// that can't be had, and nothing was done.
+    pub(super) fn set(&self, key: &str, value: &[u8], limit: Duration, asks: Option<&Asks>) -> Result<bool, Error> {
+        if key.len() > self.quiet.0 || value.len() > self.quiet.1 {
+            return Ok(false);
+        }
+        let until = Until { deadline: Instant::now() + limit, asks };
+        let mut line = match self.kept() {
+            Some(line) => line,
+            None => self.open("set", limit.min(self.silence), asks)?,
+        };
+        if line.client == 0 || line.client != self.client.load(Ordering::SeqCst) {
+            self.keep(line);
+            return Ok(false);
+        }
+        let after = self.sent.fetch_add(1, Ordering::SeqCst);
+        let request = pb::SetRequest { instance: self.instance, key: key.to_owned(), value: value.to_owned() };
+        match line.say(after, request, &until) {
+            Ok(()) => self.keep(line),
+            Err(failed) => {
+                // Whether it arrived isn't known, and those who wait for it would wait in vain: another name.
+                self.rename(&mut self.idle.lock());
+                return Err(self.failed("set", failed, limit));
+            }
+        }
+        Ok(true)
+    }
+
+    /// Begins anew as another client, without connections.
+    fn rename(&self, idle: &mut Idle) {
+        *idle = Idle { owner: std::process::id(), lines: Vec::new() };
+        self.sent.store(0, Ordering::SeqCst);
+        self.client.store(nonce(), Ordering::SeqCst);
     }
 
     /// multi_set, with nothing copied but into the frame.
@@ -176,8 +230,10 @@ impl Streams {
         limit: Duration,
         asks: Option<&Asks>,
     ) -> Result<Reply, Error> {
-        let encode = |number, out: &mut Vec<u8>| frame::multi_set(number, self.instance, keys, values, out);
-        self.exchange("multi_set", Exchange { waits: false, encode, read: decoded }, limit, asks)
+        let encode = |number, out: &mut Vec<u8>| {
+            frame::multi_set((number, self.sent.load(Ordering::SeqCst)), self.instance, keys, values, out);
+        };
+        self.exchange("multi_set", Exchange { encode, read: decoded }, limit, asks)
     }
 
     /// multi_get; `each` gets the values in order.
@@ -189,7 +245,9 @@ impl Streams {
         limit: Duration,
         asks: Option<&Asks>,
     ) -> Result<Reply, Error> {
-        let encode = |number, out: &mut Vec<u8>| frame::multi_get(number, self.instance, keys, timeout_ms, out);
+        let encode = |number, out: &mut Vec<u8>| {
+            frame::multi_get((number, self.sent.load(Ordering::SeqCst)), self.instance, keys, timeout_ms, out);
+        };
         let read = |message: &[u8]| match frame::read_values(message) {
             Some((number, values)) => {
                 values.into_iter().for_each(&mut each);
@@ -197,7 +255,7 @@ impl Streams {
             }
             None => decoded(message),
         };
-        self.exchange("multi_get", Exchange { waits: true, encode, read }, limit, asks)
+        self.exchange("multi_get", Exchange { encode, read }, limit, asks)
     }
 
     fn exchange<E, R>(
@@ -252,10 +310,10 @@ impl Streams {
         let me = std::process::id();
         if idle.owner != me {
             // Those of the process this one was forked from: closing them here takes nothing from it.
-            *idle = Idle { owner: me, lines: Vec::new() };
+            self.rename(&mut idle);
         }
         while let Some(line) = idle.lines.pop() {
-            if line.alive() {
+            if line.alive() && line.client == self.client.load(Ordering::SeqCst) {
                 return Some(line);
             }
         }
@@ -264,7 +322,8 @@ impl Streams {
 
     fn keep(&self, line: Line) {
         let mut idle = self.idle.lock();
-        if idle.lines.len() < KEPT && idle.owner == std::process::id() {
+        let same = line.client == self.client.load(Ordering::SeqCst) && idle.owner == std::process::id();
+        if idle.lines.len() < KEPT && same {
             idle.lines.push(line);
         }
     }
@@ -275,7 +334,8 @@ impl Streams {
         let until = Until { deadline: began + limit, asks };
         let mut pause = Duration::from_millis(5);
         loop {
-            let how = match self.road.socket(&until).and_then(|socket| self.road.greet(socket, &until)) {
+            let name = (self.client.load(Ordering::SeqCst), self.sent.load(Ordering::SeqCst));
+            let how = match self.road.socket(&until).and_then(|socket| self.road.greet(socket, name, &until)) {
                 Ok(Ok((line, _))) => {
                     if let Socket::Tcp(stream) = &line.socket {
                         let _ = keep_alive(stream, self.silence);
@@ -318,20 +378,20 @@ impl Road {
     fn greet(
         &self,
         socket: Socket,
+        (client, sent): (u64, u64),
         until: &Until<'_>,
     ) -> Result<Result<(Line, pb::HelloReply), crate::refusal::Refusal>, Failed> {
         let (inbound, message_bytes) = (Inbound::default(), self.message_bytes);
-        let looking = [Looking::default(); 2];
         // A read that sleeps wakes so often to see whether to go on.
         set_socket_timeout(&socket, Timeout::Recv, Some(ASKING)).map_err(|error| Failed::Broken(error.to_string()))?;
-        let mut line = Line { socket, inbound, out: Vec::new(), number: 0, message_bytes, looking };
+        let mut line = Line { socket, inbound, out: Vec::new(), number: 0, client, message_bytes };
         let token = self.token.as_ref().map(Token::reveal).unwrap_or_default();
-        let hello = pb::StoreHello { version: wire::VERSION.to_owned(), token };
+        let hello = pb::StoreHello { version: wire::VERSION.to_owned(), token, client, sent };
         let mut out = Vec::new();
         frame::encode(&hello, &mut out);
         out.splice(..0, *MAGIC);
         line.write(&out, until)?;
-        match line.answer(0, HELLO, until, &mut Looking::default(), decoded)? {
+        match line.answer(0, HELLO, until, decoded)? {
             Reply::Hello(hello) => {
                 let theirs = usize::try_from(hello.message_bytes).ok().filter(|bytes| *bytes > 0);
                 line.message_bytes = theirs.map_or(line.message_bytes, |theirs| theirs.min(line.message_bytes));
@@ -376,10 +436,18 @@ impl Line {
         let written = if long { Err(Failed::TooLong(out.len())) } else { self.write(&out, until) };
         self.out = out;
         written?;
-        let mut looking = self.looking[usize::from(what.waits)];
-        let reply = self.answer(self.number, self.message_bytes, until, &mut looking, what.read);
-        self.looking[usize::from(what.waits)] = looking;
-        reply
+        self.answer(self.number, self.message_bytes, until, what.read)
+    }
+
+    /// Writes a quiet call.
+    fn say(&mut self, after: u64, request: pb::SetRequest, until: &Until<'_>) -> Result<(), Failed> {
+        self.number += 1;
+        let call = pb::StoreCall { number: self.number, quiet: true, after, call: Some(Call::Set(request)) };
+        let mut out = std::mem::take(&mut self.out);
+        frame::encode(&call, &mut out);
+        let written = self.write(&out, until);
+        self.out = out;
+        written
     }
 
     fn write(&self, bytes: &[u8], until: &Until<'_>) -> Result<(), Failed> {
@@ -400,10 +468,9 @@ impl Line {
         number: u64,
         limit: usize,
         until: &Until<'_>,
-        looking: &mut Looking,
         read: impl FnOnce(&[u8]) -> Result<pb::StoreReply, Failed>,
     ) -> Result<Reply, Failed> {
-        let (sent, mut slept) = (Instant::now(), false);
+        let sent = Instant::now();
         let message = loop {
             match self.inbound.next(limit) {
                 Ok(Some(range)) if range.end <= self.inbound.bytes.len() => break range,
@@ -411,7 +478,7 @@ impl Line {
                 Err(frame::TooLong(length)) => return Err(Failed::Nonsense(format!("a frame of {length} bytes"))),
             }
             self.inbound.make_room();
-            let looks = !slept && sent.elapsed() < looking.limit();
+            let looks = sent.elapsed() < LOOKING;
             let flags = if looks { RecvFlags::DONTWAIT } else { RecvFlags::empty() };
             match recv(&self.socket, spare_capacity(&mut self.inbound.bytes), flags) {
                 Ok((0, _)) => return Err(Failed::Broken("it closed the connection".to_owned())),
@@ -421,13 +488,7 @@ impl Line {
                 Err(Errno::AGAIN) => until.passed()?,
                 Err(error) => return Err(Failed::Broken(error.to_string())),
             }
-            slept |= !looks;
         };
-        if slept {
-            looking.missed();
-        } else {
-            looking.found();
-        }
         let reply = read(self.inbound.used(message))?;
         let known = reply.number == number || matches!(reply.reply, Some(Reply::Refused(_)));
         match reply.reply {
