@@ -21,8 +21,10 @@ build: venv
 check: venv
 	@scripts/check
 
-## make test         everything: check, mypy, torch's own suite, ours
-test: build
+## make test         everything: set-up, check, mypy, torch's own suite, ours
+test:
+	@scripts/warm
+	@scripts/build
 	@scripts/test
 
 ## make demo         4 ranks train a transformer, FSDP2 × TP; out/demo/loss.png; times beside gloo's

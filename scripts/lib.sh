@@ -8,3 +8,6 @@ hash_files() { sort -z | xargs -0 sha256sum | sha256sum | cut -d' ' -f1; }
 
 # up_to_date STAMP HASH: has the work that STAMP records been done for exactly these inputs?
 up_to_date() { [ "$(cat "$1" 2>/dev/null || true)" = "$2" ]; }
+
+# What .venv should hold, as a hash: the packages that build, tests and demo are pinned to.
+venv_wanted() { printf '%s\0' requirements/{build,test,demo,ici}.txt | hash_files; }

@@ -29,9 +29,10 @@ from podring import _bench_pattern as pattern
 
 Run = Callable[[], object]
 
-# A batch is long enough that neither the clock nor the ranks' meeting before it shows in its average, and short enough
-# that a scheduler tick does not fall into every one. All backends run the same number of iterations per batch.
-FASTEST_BATCH_NS = 1_000_000
+# A batch is long enough that neither the clock nor what comes before it shows in its average: the ranks' meeting, and
+# caches that the other backend has left cold (the first call of a batch takes up to three times as long as the tenth).
+# All backends run the same number of iterations per batch.
+FASTEST_BATCH_NS = 5_000_000
 SLOWEST_BATCH_NS = 20_000_000
 MAX_BATCH = 50
 MIN_ROUNDS = 5
