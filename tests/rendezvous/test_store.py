@@ -452,8 +452,19 @@ def test_another_life_of_the_coordinator_is_another_store() -> None:
     with server("podring") as first:
         store = first.client(20)
         store.set("k", "v")
+        assert store.get("k") == b"v"
         port = first.port
     with server("podring", port=port):
+        assert "is lost" in fails(dist.DistStoreError, lambda: store.get("k"), SLACK)
+
+
+def test_a_set_that_may_be_lost_is_told() -> None:
+    with server("podring") as first:
+        store = first.client(20)
+        store.set("k", "v")
+        port = first.port
+    with server("podring", port=port):
+        assert "whether a set" in fails(dist.DistNetworkError, lambda: store.check(["k"]), SLACK)
         assert "is lost" in fails(dist.DistStoreError, lambda: store.get("k"), SLACK)
 
 

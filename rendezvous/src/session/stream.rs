@@ -96,6 +96,8 @@ struct Line {
     number: u64,
     /// As whose it was opened.
     client: u64,
+    /// A quiet call was made on it, and nothing answered since.
+    unsure: bool,
     message_bytes: usize,
 }
 
@@ -195,7 +197,7 @@ impl Streams {
             return Ok(false);
         }
         let until = Until { deadline: Instant::now() + limit, asks };
-        let mut line = match self.kept() {
+        let mut line = match self.kept()? {
             Some(line) => line,
             None => self.open("set", limit.min(self.silence), asks)?,
         };
@@ -273,11 +275,19 @@ impl Streams {
         let deadline = began + limit;
         let until = Until { deadline, asks };
         let failed = |failed| self.failed(call, failed, began.elapsed());
-        let mut line = match self.kept() {
+        let mut line = match self.kept()? {
             Some(line) => line,
             None => self.open(call, limit.min(self.silence), asks)?,
         };
-        let reply = line.exchange(what, &until).map_err(failed)?;
+        let reply = match line.exchange(what, &until) {
+            Ok(reply) => reply,
+            Err(why) => {
+                if line.unsure && matches!(why, Failed::Broken(_) | Failed::Nonsense(_)) {
+                    self.rename(&mut self.idle.lock());
+                }
+                return Err(failed(why));
+            }
+        };
         self.keep(line);
         match reply {
             Reply::Refused(refused) => {
@@ -304,8 +314,8 @@ impl Streams {
         }
     }
 
-    /// A kept connection that is alive.
-    fn kept(&self) -> Option<Line> {
+    /// A kept connection that is alive. An error, once, if one has ended before a set was known to be done.
+    fn kept(&self) -> Result<Option<Line>, Error> {
         let mut idle = self.idle.lock();
         let me = std::process::id();
         if idle.owner != me {
@@ -313,11 +323,17 @@ impl Streams {
             self.rename(&mut idle);
         }
         while let Some(line) = idle.lines.pop() {
-            if line.alive() && line.client == self.client.load(Ordering::SeqCst) {
-                return Some(line);
+            let alive = line.alive();
+            if alive && line.client == self.client.load(Ordering::SeqCst) {
+                return Ok(Some(line));
+            }
+            if !alive && line.unsure {
+                self.rename(&mut idle);
+                let how = "it closed the connection; whether a set before was done isn't known".to_owned();
+                return Err(Error::CoordinatorLost { endpoint: self.endpoint.to_string(), how });
             }
         }
-        None
+        Ok(None)
     }
 
     fn keep(&self, line: Line) {
@@ -384,7 +400,7 @@ impl Road {
         let (inbound, message_bytes) = (Inbound::default(), self.message_bytes);
         // A read that sleeps wakes so often to see whether to go on.
         set_socket_timeout(&socket, Timeout::Recv, Some(ASKING)).map_err(|error| Failed::Broken(error.to_string()))?;
-        let mut line = Line { socket, inbound, out: Vec::new(), number: 0, client, message_bytes };
+        let mut line = Line { socket, inbound, out: Vec::new(), number: 0, client, unsure: false, message_bytes };
         let token = self.token.as_ref().map(Token::reveal).unwrap_or_default();
         let hello = pb::StoreHello { version: wire::VERSION.to_owned(), token, client, sent };
         let mut out = Vec::new();
@@ -445,6 +461,7 @@ impl Line {
         let call = pb::StoreCall { number: self.number, quiet: true, after, call: Some(Call::Set(request)) };
         let mut out = std::mem::take(&mut self.out);
         frame::encode(&call, &mut out);
+        self.unsure = true;
         let written = self.write(&out, until);
         self.out = out;
         written
@@ -490,6 +507,7 @@ impl Line {
             }
         };
         let reply = read(self.inbound.used(message))?;
+        self.unsure = false;
         let known = reply.number == number || matches!(reply.reply, Some(Reply::Refused(_)));
         match reply.reply {
             Some(answer) if known => Ok(answer),
