@@ -149,9 +149,9 @@ unsafe impl Sync for Question {}
 
 fn asks(interrupted: Interrupted, ctx: *mut c_void) -> Option<Asks> {
     let question = Question(interrupted?, ctx);
-    // SAFETY: the header lets the core call it while it waits.
     Some(Arc::new(move || {
         let Question(ask, ctx) = &question;
+        // SAFETY: the header lets the core call it while it waits.
         unsafe { ask(*ctx) != 0 }
     }))
 }
@@ -228,8 +228,8 @@ pub(crate) unsafe extern "C" fn clone(handle: *const Kv) -> *mut Kv {
 
 pub(crate) unsafe extern "C" fn free(handle: *mut Kv) {
     if !handle.is_null() {
-        // SAFETY: made by `kv_open` or `kv_clone`, freed once.
         shielded(std::ptr::null_mut(), || {
+            // SAFETY: made by `kv_open` or `kv_clone`, freed once.
             drop(unsafe { Box::from_raw(handle) });
             0
         });
