@@ -163,6 +163,30 @@ fn another_secret_is_named() {
     assert!(called.endpoints.iter().all(|peer| matches!(peer.inbound, In::None)));
 }
 
+/// A process that is given up learns why, whether or not it has heard from the other.
+#[test]
+fn who_is_given_up_is_told_why() {
+    for both in [false, true] {
+        let ([mut one, mut other], [to, back]) = pair(["a", "b"]);
+        one.push_item(to, Item::Bare(Header::new(Frame::Ping, 0)));
+        if both {
+            other.push_item(back, Item::Bare(Header::new(Frame::Ping, 0)));
+        }
+        until(Instant::now() + LONG, "linked", || {
+            turn(&mut one);
+            turn(&mut other);
+            let there = matches!(other.endpoints[back as usize].inbound, In::Tcp { .. });
+            there && (!both || matches!(one.endpoints[to as usize].inbound, In::Tcp { .. }))
+        });
+        other.lose(back, "for no reason".into());
+        until(Instant::now() + LONG, "told", || {
+            turn(&mut one);
+            one.endpoints[to as usize].dead.is_some()
+        });
+        assert_eq!(one.endpoints[to as usize].dead.as_deref(), Some("it gave this process up: for no reason"));
+    }
+}
+
 /// Ranks hear of their job at different moments: a caller that is early waits.
 #[test]
 fn a_caller_that_is_early_waits() {
