@@ -163,6 +163,34 @@ fn another_secret_is_named() {
     assert!(called.endpoints.iter().all(|peer| matches!(peer.inbound, In::None)));
 }
 
+/// Who leaves a group over a failure that it was told of says so to those who weren't: its leaving is not the cause.
+#[test]
+fn who_leaves_a_failed_group_says_why() {
+    use super::super::channel::Channel;
+    use crate::error::Failure;
+    const CHANNEL: u64 = 5;
+    for hosts in [["a", "a"], ["a", "b"]] {
+        let ([mut one, mut other], ends) = pair(hosts);
+        for (me, (engine, end)) in [&mut one, &mut other].into_iter().zip(ends).enumerate() {
+            let mut channel = Channel::new("g".into(), me as u32, 2);
+            channel.members = if me == 0 { vec![u32::MAX, end] } else { vec![end, u32::MAX] };
+            channel.rank_of.insert(end, 1 - me as u32);
+            engine.open(CHANNEL, channel);
+            engine.push_item(end, Item::Bare(Header::new(Frame::Ping, 0)));
+        }
+        let (host, how) = ("c".to_owned(), "its process ended".to_owned());
+        let cause = Failure::PeerLost { rank: 2, host, how, op: None, seq: 0 };
+        other.fail_channel(CHANNEL, cause.clone(), false);
+        other.close(CHANNEL);
+        until(Instant::now() + LONG, "told", || {
+            turn(&mut one);
+            turn(&mut other);
+            one.channels[&CHANNEL].failed.is_some()
+        });
+        assert_eq!(one.channels[&CHANNEL].failed.as_deref(), Some(&cause));
+    }
+}
+
 /// A process that is given up learns why, whether or not it has heard from the other.
 #[test]
 fn who_is_given_up_is_told_why() {
