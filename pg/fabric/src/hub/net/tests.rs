@@ -178,6 +178,12 @@ fn who_leaves_a_failed_group_says_why() {
             engine.open(CHANNEL, channel);
             engine.push_item(end, Item::Bare(Header::new(Frame::Ping, 0)));
         }
+        // Who has never said anything to the other is not waited for by it.
+        until(Instant::now() + LONG, "linked", || {
+            turn(&mut one);
+            turn(&mut other);
+            !matches!(other.endpoints[ends[1] as usize].out, Out::Idle)
+        });
         let (host, how) = ("c".to_owned(), "its process ended".to_owned());
         let cause = Failure::PeerLost { rank: 2, host, how, op: None, seq: 0 };
         other.fail_channel(CHANNEL, cause.clone(), false);
