@@ -8,10 +8,12 @@ pub mod bootstrap;
 pub mod coordinator;
 pub mod decide;
 pub mod environment;
+mod frame;
 pub mod host;
 pub mod refusal;
 mod runtime;
 pub mod secret;
+pub mod serve;
 pub mod session;
 mod wire;
 

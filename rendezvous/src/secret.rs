@@ -76,7 +76,12 @@ impl Token {
         self.0.clone()
     }
 
-    /// In a time that tells nothing but the length.
+    /// The token as it is. In a time that tells nothing but the length.
+    pub(crate) fn is(&self, token: &[u8]) -> bool {
+        self.0.as_bytes()["Bearer ".len()..].ct_eq(token).into()
+    }
+
+    /// As a header. In a time that tells nothing but the length.
     pub(crate) fn matches(&self, header: &[u8]) -> bool {
         self.0.as_bytes().ct_eq(header).into()
     }
@@ -132,7 +137,8 @@ mod tests {
     fn tokens() {
         let token = Token::new("  0123456789abcdef\n").unwrap();
         assert_eq!(token.reveal(), "0123456789abcdef");
-        assert!(token.matches(b"Bearer 0123456789abcdef"));
+        assert!(token.matches(b"Bearer 0123456789abcdef") && token.is(b"0123456789abcdef"));
+        assert!(!token.is(b"0123456789abcdeF") && !token.is(b"") && !token.is(b"Bearer 0123456789abcdef"));
         for wrong in [&b"Bearer 0123456789abcdeF"[..], b"0123456789abcdef", b"", b"Bearer 0123456789abcdef0"] {
             assert!(!token.matches(wrong));
         }

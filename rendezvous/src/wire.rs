@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use podring_proto as pb;
 use prost::Message as _;
+use prost::bytes::Bytes;
 use tonic::{Code, Status};
 
 use crate::decide::invalid;
@@ -139,10 +140,11 @@ pub(crate) fn from_failure(failure: pb::Failure) -> Failure {
     Failure { epoch, group, by, detail, mismatch }
 }
 
-pub(crate) fn event(event: &Event) -> pb::JoinEvent {
+/// An event as a message; `formed` gives the world's.
+pub(crate) fn event(event: &Event, formed: impl FnOnce(&World) -> Bytes) -> pb::JoinEvent {
     use pb::join_event::What;
     let what = match event {
-        Event::Formed(formed) => What::Formed(world(formed)),
+        Event::Formed(world) => What::Formed(formed(world)),
         Event::Late(event) => What::Late(late(event)),
         Event::Lost(event) => What::Lost(lost(event)),
         Event::Failed(event) => What::Failed(failure(event)),
@@ -155,7 +157,8 @@ pub(crate) fn event(event: &Event) -> pb::JoinEvent {
 pub(crate) fn from_event(event: pb::JoinEvent) -> Option<Event> {
     use pb::join_event::What;
     Some(match event.what? {
-        What::Formed(world) => Event::Formed(Arc::new(from_world(world))),
+        // A world that can't be read is an event that isn't known: the wait for it ends with its own error.
+        What::Formed(world) => Event::Formed(Arc::new(from_world(pb::World::decode(world).ok()?))),
         What::Late(late) => Event::Late(Arc::new(from_late(late))),
         What::Lost(event) => Event::Lost(Arc::new(from_lost(event))),
         What::Failed(event) => Event::Failed(Arc::new(from_failure(event))),
@@ -163,16 +166,20 @@ pub(crate) fn from_event(event: pb::JoinEvent) -> Option<Event> {
     })
 }
 
-pub(crate) fn status(refusal: &Refusal) -> Status {
-    let (code, refused) = refused(refusal);
-    Status::with_details(code, cut(&refusal.to_string()), refused.encode_to_vec().into())
+/// Whether a peer that speaks `yours` is understood.
+pub(crate) fn compatible(yours: &str) -> Result<(), Refusal> {
+    let major = |version: &str| version.split('.').next().and_then(|major| major.parse::<u32>().ok());
+    if major(yours).is_none() || major(yours) != major(VERSION) {
+        return Err(Refusal::Version { yours: yours.to_owned(), ours: VERSION.to_owned() });
+    }
+    Ok(())
 }
 
 fn cut(text: &str) -> String {
     text.chars().take(256).collect()
 }
 
-/// A refusal, and the gRPC code it goes under.
+/// The refusal as a message, with the code that stands for it in gRPC.
 pub(crate) fn refused(refusal: &Refusal) -> (Code, pb::Refusal) {
     use pb::refusal::Why;
     let (code, why) = match refusal.clone() {
@@ -210,6 +217,11 @@ pub(crate) fn refused(refusal: &Refusal) -> (Code, pb::Refusal) {
     (code, pb::Refusal { why: Some(why) })
 }
 
+pub(crate) fn status(refusal: &Refusal) -> Status {
+    let (code, details) = refused(refusal);
+    Status::with_details(code, cut(&refusal.to_string()), details.encode_to_vec().into())
+}
+
 /// The refusal in a status, if there is one that this side knows.
 pub(crate) fn refusal(status: &Status) -> Option<Refusal> {
     if status.details().is_empty() {
@@ -218,9 +230,10 @@ pub(crate) fn refusal(status: &Status) -> Option<Refusal> {
     from_refused(pb::Refusal::decode(status.details()).ok()?)
 }
 
-pub(crate) fn from_refused(refusal: pb::Refusal) -> Option<Refusal> {
+/// `None` for a refusal of a newer peer's.
+pub(crate) fn from_refused(refused: pb::Refusal) -> Option<Refusal> {
     use pb::refusal::Why;
-    Some(match refusal.why? {
+    Some(match refused.why? {
         Why::Token(pb::BadToken { given }) => Refusal::Token { given },
         Why::Version(pb::BadVersion { yours, ours }) => Refusal::Version { yours, ours },
         Why::Twin(pb::Twin { rank, holder, second }) => Refusal::Twin { rank, holder, second },
@@ -288,7 +301,7 @@ mod tests {
     #[test]
     fn what_a_newer_peer_adds_is_ignored() {
         // Field 99, length-delimited, that this side doesn't know.
-        let mut bytes = pb::HelloReply { instance: 5, epoch: 2, silence_ms: 1 }.encode_to_vec();
+        let mut bytes = pb::HelloReply { instance: 5, epoch: 2, ..Default::default() }.encode_to_vec();
         bytes.extend([0x9a, 0x06, 0x01, b'x']);
         assert_eq!(pb::HelloReply::decode(&bytes[..]).unwrap().instance, 5);
         let event = pb::JoinEvent::decode(&[0x9a, 0x06, 0x01, b'x'][..]).unwrap();

@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 mod abi;
 mod rendezvous;
 mod settings;
+mod store_abi;
 mod topology;
 
 /// Runs the `podring` command line; `args` includes the program name. Returns the exit code.

@@ -17,6 +17,9 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Instant, Sleep};
 use tonic::transport::server::Connected;
 
+use super::stream::Caller;
+use crate::frame::MAGIC;
+
 /// A switch that many can wait for, used once.
 #[derive(Clone, Default)]
 pub(crate) struct Stop(Arc<(AtomicBool, Arc<Notify>)>);
@@ -131,18 +134,48 @@ impl Connected for Guarded {
     }
 }
 
+/// Where connections go.
+#[derive(Clone)]
+pub(crate) struct Doors {
+    pub(crate) stop: Stop,
+    pub(crate) idle: Duration,
+    /// gRPC.
+    pub(crate) calls: mpsc::Sender<io::Result<Guarded>>,
+    /// Store streams, where there is no TLS.
+    pub(crate) streams: Option<mpsc::UnboundedSender<Caller>>,
+}
+
+impl Doors {
+    /// Sends a connection on by its first byte.
+    async fn admit(self, stream: TcpStream, seat: OwnedSemaphorePermit) {
+        let guarded = |stream, seat| Ok(Guarded::new(stream, seat, &self.stop, self.idle));
+        let Some(streams) = &self.streams else {
+            let _ = self.calls.send(guarded(stream, seat)).await;
+            return;
+        };
+        let mut first = [0];
+        let first = tokio::select! {
+            // One that says nothing is given up.
+            peeked = tokio::time::timeout(self.idle, stream.peek(&mut first)) => match peeked {
+                Ok(Ok(1)) => first[0],
+                _ => return,
+            },
+            () = self.stop.wait() => return,
+        };
+        if first != MAGIC[0] {
+            let _ = self.calls.send(guarded(stream, seat)).await;
+        } else if let Ok(stream) = stream.into_std() {
+            let _ = streams.send(Caller { stream, seat });
+        }
+    }
+}
+
 /// Accepts until stopped. Out of descriptors is a pause, not an end.
-pub(crate) async fn accept(
-    (_mark, listener): (Marked, TcpListener),
-    seats: Arc<Semaphore>,
-    stop: Stop,
-    idle: Duration,
-    out: mpsc::Sender<io::Result<Guarded>>,
-) {
+pub(crate) async fn accept((_mark, listener): (Marked, TcpListener), seats: Arc<Semaphore>, doors: Doors) {
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            () = stop.wait() => return,
+            () = doors.stop.wait() => return,
         };
         match accepted {
             Ok((stream, peer)) => {
@@ -151,9 +184,7 @@ pub(crate) async fn accept(
                     continue;
                 };
                 let _ = stream.set_nodelay(true);
-                if out.send(Ok(Guarded::new(stream, permit, &stop, idle))).await.is_err() {
-                    return;
-                }
+                tokio::spawn(doors.clone().admit(stream, permit));
             }
             Err(error) => {
                 tracing::warn!(%error, "accept");

@@ -94,8 +94,13 @@ pub(crate) struct Connection {
 
 /// Host and port of `host:port`; brackets around an IPv6 literal are taken off.
 pub(crate) fn split(endpoint: &str) -> Option<(&str, u16)> {
+    split_any(endpoint).filter(|(_, port)| *port != 0)
+}
+
+/// The same, where port 0 stands for a free one.
+pub(crate) fn split_any(endpoint: &str) -> Option<(&str, u16)> {
     let (host, port) = endpoint.rsplit_once(':')?;
-    let port = port.parse().ok().filter(|port| *port != 0)?;
+    let port = port.parse().ok()?;
     let host = match host.strip_prefix('[') {
         Some(host) => host.strip_suffix(']')?,
         None if host.contains(':') => return None,
@@ -175,16 +180,21 @@ async fn dial(endpoints: &[String]) -> io::Result<TcpStream> {
     Err(io::Error::new(io::ErrorKind::NotConnected, why.join("; ")))
 }
 
+pub(super) fn well_formed(access: &Access) -> Result<(), Error> {
+    match access.endpoints.iter().find(|endpoint| split(endpoint).is_none()) {
+        None => Ok(()),
+        Some(endpoint) => {
+            let why = format!("{endpoint:?} is not host:port with a port from 1 to 65535");
+            Err(Error::Absent { endpoint: access.name(), waited: Duration::ZERO, why })
+        }
+    }
+}
+
 /// Connects and says hello. A coordinator that isn't there yet is tried again until the time is up; one that is there
 /// and says no isn't.
 pub(crate) async fn connect(access: &Access) -> Result<Connection, Error> {
     let (began, name) = (Instant::now(), access.name());
-    for endpoint in &access.endpoints {
-        if split(endpoint).is_none() {
-            let why = format!("{endpoint:?} is not host:port with a port from 1 to 65535");
-            return Err(Error::Absent { endpoint: name, waited: Duration::ZERO, why });
-        }
-    }
+    well_formed(access)?;
     let endpoint = endpoint(access)?;
     let mut pause = Duration::from_millis(10);
     let mut before: Option<Attempt> = None;
@@ -249,7 +259,7 @@ fn endpoint(access: &Access) -> Result<Endpoint, Error> {
     Ok(endpoint)
 }
 
-fn bracketed(host: &str) -> String {
+pub(crate) fn bracketed(host: &str) -> String {
     if host.contains(':') { format!("[{host}]") } else { host.to_owned() }
 }
 

@@ -77,6 +77,12 @@ pub enum Error {
         /// How long.
         waited: Duration,
     },
+    /// Whoever was asked meanwhile said to end it.
+    #[error("{call}: interrupted")]
+    Interrupted {
+        /// The call.
+        call: &'static str,
+    },
     /// A token or certificate of this side can't be used.
     #[error(transparent)]
     Credential(#[from] BadCredential),

@@ -4,6 +4,7 @@ mod connect;
 mod error;
 mod live;
 mod store;
+mod stream;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,14 +18,14 @@ use crate::decide::roster::{About, AgentId, Announcement, Failure, World};
 use crate::refusal::Lost;
 use crate::{runtime, wire};
 pub use connect::Access;
-pub(crate) use connect::split as split_endpoint;
 pub(crate) use connect::{Connection, connect};
+pub(crate) use connect::{bracketed, split as split_endpoint, split_any};
 pub use error::Error;
 pub(crate) use live::Tell;
 pub use live::Update;
 use live::{Command, View};
-pub use store::Store;
 use store::blocking;
+pub use store::{Asks, Store};
 
 /// The ranks an agent speaks for.
 #[derive(Clone, Debug, PartialEq, Eq)]

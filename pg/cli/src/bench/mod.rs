@@ -8,6 +8,7 @@ pub(crate) mod op;
 mod rendezvous;
 mod row;
 mod size;
+mod versus;
 mod workers;
 
 use std::path::{Path, PathBuf};

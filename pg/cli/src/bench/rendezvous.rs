@@ -14,6 +14,7 @@ use podring_rendezvous::session::{Access, Error as SessionError, Ranks, Session,
 use serde::Serialize;
 
 use super::init::{self, ByRanks};
+use super::versus::{self, Ratios, Side};
 use crate::python::Interpreter;
 use crate::{coordinator, terminal};
 
@@ -35,6 +36,12 @@ pub(crate) struct Args {
     /// Seconds for each of the store's measurements
     #[arg(long, default_value_t = 1.0, value_parser = super::positive)]
     seconds: f64,
+    /// Measure the store beside this one too, with the same loops in Python
+    #[arg(long, value_enum)]
+    vs: Option<versus::Peer>,
+    /// How often each rate of --vs is measured; medians count
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    turns: u32,
     /// Leave out the run with certificates
     #[arg(long)]
     no_mtls: bool,
@@ -74,6 +81,8 @@ pub(crate) enum Error {
     Init(#[from] init::Error),
     #[error(transparent)]
     Store(#[from] SessionError),
+    #[error(transparent)]
+    Versus(#[from] versus::Unmeasured),
     #[error("cannot write {path}: {source}")]
     Write { path: String, source: std::io::Error },
 }
@@ -114,6 +123,11 @@ struct Numbers {
     join: Joined,
     join_mtls: Option<Joined>,
     store: Vec<Rates>,
+    /// Podring's rates by TCPStore's: the worst of the numbers of clients.
+    store_single_ratio: Option<f64>,
+    store_multi_ratio: Option<f64>,
+    store_wait_ratio: Option<f64>,
+    store_vs_tcpstore: Option<Vec<Side>>,
     #[serde(flatten)]
     init: Option<Init>,
 }
@@ -219,6 +233,14 @@ pub(crate) fn run(args: &Args) -> Result<i32, Error> {
         terminal::err(&format!("# join + barrier with mTLS: {}", join.line()));
         Some(join)
     };
+    let versus = match args.vs {
+        Some(versus::Peer::Tcpstore) => Some(versus::measure(args.seconds, args.turns)?),
+        None => None,
+    };
+    for side in versus.iter().flatten() {
+        terminal::err(&format!("# store, {}", side.line()));
+    }
+    let ratios = versus.as_deref().map(Ratios::of);
     let init = if args.no_init {
         None
     } else {
@@ -233,7 +255,20 @@ pub(crate) fn run(args: &Args) -> Result<i32, Error> {
         })
     };
     let join_mtls_s = join_mtls.as_ref().map(|join| join.seconds);
-    let numbers = Numbers { hosts: args.hosts, ranks, join_s: join.seconds, join_mtls_s, join, join_mtls, store, init };
+    let numbers = Numbers {
+        hosts: args.hosts,
+        ranks,
+        join_s: join.seconds,
+        join_mtls_s,
+        join,
+        join_mtls,
+        store,
+        store_single_ratio: ratios.map(|ratios| ratios.single),
+        store_multi_ratio: ratios.map(|ratios| ratios.multi),
+        store_wait_ratio: ratios.map(|ratios| ratios.wait),
+        store_vs_tcpstore: versus,
+        init,
+    };
     if let Some(path) = &args.json {
         let failed = |source: std::io::Error| Error::Write { path: path.display().to_string(), source };
         let text = serde_json::to_string_pretty(&numbers).map_err(|error| failed(error.into()))?;
