@@ -13,6 +13,7 @@ use podring_collective::{Blocks, Collective, DType, Kind as Op, Layout, Part, Re
 use podring_group::{Config, Error, Keep, Kind, ProcessGroup, Runtime, State, Store, StoreError, Work};
 use smallvec::SmallVec;
 
+use crate::settings;
 use crate::store_abi::{self, Kv};
 
 /// PODRING_ABI.
@@ -347,8 +348,11 @@ unsafe extern "C" fn group_create(raw: *const RawConfig, out: *mut *mut ProcessG
             global_ranks,
             timeout: duration(raw.timeout_ms),
             store,
+            // Only the default group needs one: others are functions of its members.
+            rendezvous: if raw.global_ranks.is_null() { crate::rendezvous::road()? } else { None },
         };
-        let group = ProcessGroup::form(&Runtime::global()?, config, asks(raw.interrupted, raw.interrupted_ctx))?;
+        let group =
+            ProcessGroup::form(&Runtime::global(settings::hub)?, config, asks(raw.interrupted, raw.interrupted_ctx))?;
         // SAFETY: the caller's place for the handle.
         unsafe { out.write(Box::into_raw(Box::new(group))) };
         Ok(())

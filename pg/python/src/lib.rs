@@ -5,6 +5,8 @@ use std::ffi::OsString;
 use pyo3::prelude::*;
 
 mod abi;
+mod rendezvous;
+mod settings;
 mod store_abi;
 mod topology;
 

@@ -120,6 +120,7 @@ impl Failed {
                 | Error::NotPodring { .. }
                 | Error::Silent { .. }
                 | Error::Certificate { .. }
+                | Error::Closed { .. }
                 | Error::CoordinatorLost { .. }
                 | Error::System { .. } => NETWORK,
             },

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use podring_fork::Marked;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::futures::OwnedNotified;
@@ -48,6 +49,8 @@ impl Stop {
 
 /// An accepted connection.
 pub(crate) struct Guarded {
+    /// Before the stream, which closes the descriptor.
+    _mark: Marked,
     stream: TcpStream,
     _permit: OwnedSemaphorePermit,
     stop: Stop,
@@ -62,7 +65,16 @@ impl Guarded {
     fn new(stream: TcpStream, permit: OwnedSemaphorePermit, stop: &Stop, idle: Duration) -> Self {
         let (stopped, now) = (stop.listen(), Instant::now());
         let alarm = Box::pin(tokio::time::sleep_until(now + idle));
-        Guarded { stream, _permit: permit, stop: stop.clone(), stopped, idle, read_at: now, alarm }
+        Guarded {
+            _mark: Marked::new(&stream),
+            stream,
+            _permit: permit,
+            stop: stop.clone(),
+            stopped,
+            idle,
+            read_at: now,
+            alarm,
+        }
     }
 }
 
@@ -141,6 +153,7 @@ impl Doors {
             let _ = self.calls.send(guarded(stream, seat)).await;
             return;
         };
+        let mark = Marked::new(&stream);
         let mut first = [0];
         let first = tokio::select! {
             // One that says nothing is given up.
@@ -150,6 +163,7 @@ impl Doors {
             },
             () = self.stop.wait() => return,
         };
+        drop(mark);
         if first != MAGIC[0] {
             let _ = self.calls.send(guarded(stream, seat)).await;
         } else if let Ok(stream) = stream.into_std() {
@@ -159,7 +173,7 @@ impl Doors {
 }
 
 /// Accepts until stopped. Out of descriptors is a pause, not an end.
-pub(crate) async fn accept(listener: TcpListener, seats: Arc<Semaphore>, doors: Doors) {
+pub(crate) async fn accept((_mark, listener): (Marked, TcpListener), seats: Arc<Semaphore>, doors: Doors) {
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,

@@ -2,6 +2,7 @@
 
 mod guard;
 mod journal;
+mod resident;
 mod service;
 mod state;
 pub(crate) mod stream;
@@ -12,6 +13,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use podring_fork::Marked;
 use podring_proto::rendezvous_server::RendezvousServer;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
@@ -20,12 +22,13 @@ use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Certificate, Identity, Server, ServerTlsConfig};
 
 use crate::decide::keyvalue::{self, KeyValue};
-use crate::decide::roster::{self, Roster};
+use crate::decide::roster::{self, AgentId, Roster};
 use crate::runtime;
 use crate::secret::{BadCredential, Tls, Token};
 use guard::{Doors, Stop};
 pub use journal::BadState;
 use journal::Journal;
+pub(crate) use resident::Resident;
 use service::Service;
 use state::Shared;
 use stream::Calls;
@@ -182,6 +185,7 @@ impl Coordinator {
         let (callers, streams) = streams.map(|streams| (streams.callers, streams.thread)).unzip();
         let doors = Doors { stop: stop.clone(), idle: 2 * config.silence, calls: tx, streams: callers };
         for listener in listeners {
+            let listener = (Marked::new(&listener), listener);
             tasks.push(handle.spawn(guard::accept(listener, Arc::clone(&seats), doors.clone())));
         }
         drop(doors);
@@ -208,6 +212,22 @@ impl Coordinator {
     /// Names the life of its store.
     pub fn instance(&self) -> u64 {
         self.instance
+    }
+
+    /// A place for the agent of this very process, with no connection between.
+    pub(crate) fn resident(&self, agent: AgentId) -> Resident {
+        Resident { shared: Arc::clone(&self.shared), agent }
+    }
+
+    /// Tells every agent that the coordinator ends in order, and waits until they have left, for at most `limit`.
+    pub(crate) fn close(self, limit: Duration) {
+        let end = std::time::Instant::now() + limit;
+        let left = |state: &mut state::State, _| state.lines.is_empty();
+        self.shared.with(|state, _| state.close());
+        while !self.shared.with(left) && std::time::Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.stop();
     }
 
     /// Closes all connections and the port.

@@ -12,11 +12,11 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Request, Response, Status, Streaming};
 
-use super::state::{EVENTS, Line, Shared};
+use super::state::{EVENTS, Shared};
 use crate::decide::barrier::Arrival;
 use crate::decide::invalid;
 use crate::decide::keyvalue::{KeyValue, Outcome, Want};
-use crate::decide::roster::AgentId;
+use crate::decide::roster::{AgentId, Event};
 use crate::refusal::Refusal;
 use crate::secret::Token;
 use crate::wire::{self, status};
@@ -65,42 +65,12 @@ impl Service {
     }
 
     /// Announces, and gives the agent a stream if it hasn't one.
-    fn announce(
-        &self,
-        announce: pb::Announce,
-        line: Option<mpsc::Sender<crate::decide::roster::Event>>,
-    ) -> Result<(AgentId, u64), Refusal> {
+    fn announce(&self, announce: pb::Announce, line: Option<mpsc::Sender<Event>>) -> Result<(AgentId, u64), Refusal> {
         let announcement = wire::announcement(announce)?;
         let agent = announcement.agent;
-        self.0.with(|state, now| {
-            if line.is_none() && !state.lines.contains_key(&agent) {
-                return Err(Refusal::UnknownSession);
-            }
-            let before = state.roster.epoch();
-            let outbox = state.roster.announce(now, announcement)?;
-            let serial = match line {
-                Some(events) => {
-                    state.next_line += 1;
-                    state.lines.insert(agent, Line { serial: state.next_line, events });
-                    state.next_line
-                }
-                None => 0,
-            };
-            let gone = outbox.iter().find_map(|(_, event)| match event {
-                crate::decide::roster::Event::Lost(lost) => Some(Arc::clone(lost)),
-                _ => None,
-            });
-            state.deliver(outbox);
-            if let Some(lost) = gone {
-                state.gone(&lost);
-            }
-            let current = state.roster.epoch();
-            if current != before {
-                tracing::info!(epoch = current, "formed");
-                state.barriers.superseded(current);
-            }
-            Ok((agent, serial))
-        })
+        let line = line.map(|events| Box::new(move |event| events.try_send(event).is_ok()) as _);
+        let serial = self.0.with(|state, now| state.announce(now, announcement, line))?;
+        Ok((agent, serial))
     }
 
     /// Follows an agent's stream to its end.
@@ -116,13 +86,14 @@ impl Service {
                 Ok(Some(pb::JoinRequest { what: Some(What::Leave(_)) })) => {
                     self.0.with(|state, _| {
                         if state.lines.get(&agent).is_some_and(|line| line.serial == serial) {
-                            state.lines.remove(&agent);
-                            if let Some(lost) = state.roster.leave(agent) {
-                                state.gone(&lost);
-                            }
+                            state.leave(agent);
                         }
                     });
                     return;
+                }
+                Ok(Some(pb::JoinRequest { what: Some(What::Part(pb::Part { ranks, how })) })) => {
+                    let how = Some(how.as_str()).filter(|how| !how.is_empty());
+                    self.0.with(|state, _| state.part(agent, &ranks, how));
                 }
                 // What a newer agent says.
                 Ok(Some(pb::JoinRequest { what: None })) => {}

@@ -5,15 +5,16 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use podring_proto::{Agent, HelloReply, StatusReply};
+use prost::Message as _;
 use prost::bytes::Bytes;
 use rustc_hash::FxHashMap;
-use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::sync::{Notify, oneshot};
 
 use super::journal::Journal;
 use crate::decide::Answer;
 use crate::decide::barrier::Barriers;
 use crate::decide::keyvalue::{KeyValue, Outcome};
-use crate::decide::roster::{AgentId, Event, Outbox, Roster, World};
+use crate::decide::roster::{AgentId, Announcement, Event, Outbox, Roster, World};
 use crate::refusal::{Lost, Refusal};
 use crate::wire;
 
@@ -24,7 +25,8 @@ pub(super) const EVENTS: usize = 1024;
 pub(super) struct Line {
     /// Tells this stream from another one of the same agent.
     pub(super) serial: u64,
-    pub(super) events: mpsc::Sender<Event>,
+    /// Takes an event; `false` if the agent doesn't read them.
+    pub(super) send: Box<dyn Fn(Event) -> bool + Send>,
 }
 
 pub(super) struct State {
@@ -116,7 +118,7 @@ impl Shared {
     pub(super) fn formed(&self, world: &World) -> Bytes {
         let mut formed = self.formed.lock();
         if formed.0 != world.epoch {
-            *formed = (world.epoch, wire::world(world));
+            *formed = (world.epoch, wire::world(world).encode_to_vec().into());
         }
         formed.1.clone()
     }
@@ -286,7 +288,7 @@ impl State {
         let mut stuck = Vec::new();
         for (agent, event) in outbox {
             if let Some(line) = self.lines.get(&agent)
-                && line.events.try_send(event).is_err()
+                && !(line.send)(event)
             {
                 stuck.push(agent);
             }
@@ -294,6 +296,66 @@ impl State {
         for agent in stuck {
             self.lose(agent, "it doesn't read its events");
         }
+    }
+
+    /// Some of an agent's ranks are gone.
+    pub(super) fn part(&mut self, agent: AgentId, ranks: &[u32], how: Option<&str>) {
+        let (lost, outbox) = self.roster.part(agent, ranks, how);
+        self.deliver(outbox);
+        if let Some(lost) = lost {
+            self.gone(&lost);
+        }
+    }
+
+    /// An agent leaves of its own will.
+    pub(super) fn leave(&mut self, agent: AgentId) {
+        self.lines.remove(&agent);
+        if let Some(lost) = self.roster.leave(agent) {
+            self.gone(&lost);
+        }
+    }
+
+    /// An agent announces its ranks. `line`: its stream, if it is a new one; given a number.
+    pub(super) fn announce(
+        &mut self,
+        now: Duration,
+        announcement: Announcement,
+        line: Option<Box<dyn Fn(Event) -> bool + Send>>,
+    ) -> Result<u64, Refusal> {
+        let agent = announcement.agent;
+        if line.is_none() && !self.lines.contains_key(&agent) {
+            return Err(Refusal::UnknownSession);
+        }
+        let before = self.roster.epoch();
+        let outbox = self.roster.announce(now, announcement)?;
+        let serial = match line {
+            Some(send) => {
+                self.next_line += 1;
+                self.lines.insert(agent, Line { serial: self.next_line, send });
+                self.next_line
+            }
+            None => 0,
+        };
+        let gone = outbox.iter().find_map(|(_, event)| match event {
+            Event::Lost(lost) => Some(Arc::clone(lost)),
+            _ => None,
+        });
+        self.deliver(outbox);
+        if let Some(lost) = gone {
+            self.gone(&lost);
+        }
+        let current = self.roster.epoch();
+        if current != before {
+            tracing::info!(epoch = current, "formed");
+            self.barriers.superseded(current);
+        }
+        Ok(serial)
+    }
+
+    /// Tells every agent that this is the end, in order.
+    pub(super) fn close(&mut self) {
+        let agents: Vec<AgentId> = self.lines.keys().copied().collect();
+        self.deliver(agents.into_iter().map(|agent| (agent, Event::Closing)).collect());
     }
 
     /// An agent is gone.

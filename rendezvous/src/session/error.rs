@@ -61,6 +61,12 @@ pub enum Error {
         /// How that was noticed.
         how: String,
     },
+    /// The coordinator ended in order. What was formed goes on without it.
+    #[error("the coordinator at {endpoint} has ended in order")]
+    Closed {
+        /// Where it was.
+        endpoint: String,
+    },
     /// No answer in time.
     #[error("{call}: no answer from {endpoint} after {waited:?}")]
     Timeout {

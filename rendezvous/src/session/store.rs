@@ -35,7 +35,7 @@ pub struct Store {
 enum Link {
     Stream(Arc<Streams>),
     /// With TLS, and beside a session.
-    Grpc(Connection),
+    Grpc(Box<Connection>),
 }
 
 impl Store {
@@ -58,11 +58,11 @@ impl Store {
         // Says at length what is wrong, if something is.
         let left = access.timeout.saturating_sub(began.elapsed()).max(Duration::from_millis(1));
         let connection = blocking(connect(&Access { timeout: left, ..access.clone() }))??;
-        Ok(Store { link: Link::Grpc(connection), answer: ANSWER, asks })
+        Ok(Store { link: Link::Grpc(Box::new(connection)), answer: ANSWER, asks })
     }
 
     pub(super) fn over(connection: Connection) -> Store {
-        Store { link: Link::Grpc(connection), answer: ANSWER, asks: None }
+        Store { link: Link::Grpc(Box::new(connection)), answer: ANSWER, asks: None }
     }
 
     /// The same store; a call may take so long beyond the time it waits for something by intention (30 s otherwise),

@@ -3,6 +3,7 @@
 //! This side plans, starts one Python process per rank (`podring._bench_worker`), and turns what they report into
 //! tables, JSON and a picture. It never talks to a backend itself.
 
+mod init;
 pub(crate) mod op;
 mod rendezvous;
 mod row;

@@ -107,8 +107,8 @@ pub(crate) struct Posted {
 
 /// What came before it was asked for.
 pub(crate) enum Body {
-    /// A whole message.
-    Bytes { buffer: Option<Buffer>, len: usize },
+    /// A whole message, and what it counts of its sender's credit.
+    Bytes { buffer: Option<Buffer>, len: usize, cost: usize },
     /// The offer of one.
     Ready { addr: u64, cookie: u64 },
 }

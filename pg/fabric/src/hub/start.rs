@@ -133,7 +133,9 @@ impl Engine {
         for orphan in self.orphans.remove(&id).unwrap_or_default() {
             let Orphan { endpoint, header, body } = orphan;
             match body {
-                Body::Bytes { buffer, len } => {
+                Body::Bytes { buffer, len, cost } => {
+                    // It is counted anew.
+                    self.endpoints[endpoint as usize].held -= cost;
                     let bytes = match &buffer {
                         // SAFETY: filled with `len` bytes when kept.
                         Some(buffer) => unsafe { std::slice::from_raw_parts(buffer.as_ptr(), len) },
