@@ -84,6 +84,11 @@ impl Failure {
         }
     }
 
+    /// Whether a table of what each rank called explains it.
+    pub(crate) fn has_ledger(&self) -> bool {
+        matches!(self, Failure::Timeout { .. } | Failure::Mismatch { .. })
+    }
+
     /// The table to fill, for the failures that have one.
     pub(crate) fn ledger_mut(&mut self) -> Option<(u64, &mut Vec<LedgerRow>)> {
         match self {

@@ -37,6 +37,8 @@ pub enum Frame {
     Bye = 10,
     /// I no longer hold `total` bytes of your eager messages: you may send as many more.
     Credit = 11,
+    /// I give you up; the payload says why. The last thing on a TCP link, and the only one that goes against its direction.
+    Farewell = 12,
 }
 
 impl Frame {
@@ -53,6 +55,7 @@ impl Frame {
             9 => Frame::Ping,
             10 => Frame::Bye,
             11 => Frame::Credit,
+            12 => Frame::Farewell,
             _ => return None,
         })
     }
@@ -168,7 +171,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn headers_round_trip(kind in 1u8..=11, flags: u8, len: u32, words: [u64; 7]) {
+        fn headers_round_trip(kind in 1u8..=12, flags: u8, len: u32, words: [u64; 7]) {
             let header = Header {
                 frame: Frame::from_code(kind).unwrap(), flags, len, channel: words[0], seq: words[1], key: words[2],
                 fingerprint: words[3], total: words[4], addr: words[5], cookie: words[6],

@@ -163,6 +163,28 @@ pub(crate) struct Channel {
 const SILENT: &str = "no answer";
 
 impl Channel {
+    /// A channel whose members are yet to be named.
+    pub fn new(name: String, me: u32, size: usize) -> Self {
+        Channel {
+            name,
+            me,
+            members: Vec::with_capacity(size),
+            rank_of: FxHashMap::default(),
+            hosts: Vec::with_capacity(size),
+            left: vec![false; size],
+            failed: None,
+            inquest: None,
+            started: 0,
+            records: VecDeque::new(),
+            active: SmallVec::new(),
+            posted: Vec::new(),
+            early: VecDeque::new(),
+            heard: FxHashMap::default(),
+            plans: FxHashMap::default(),
+            pending: 0,
+        }
+    }
+
     pub fn size(&self) -> u32 {
         self.members.len() as u32
     }

@@ -76,8 +76,11 @@ impl Engine {
         if peer.dead.is_some() || std::mem::replace(&mut peer.ending, true) {
             return;
         }
+        // It may have been the first to give up, and have said why.
+        let how = self.hear_farewell(endpoint).unwrap_or(how);
         tracing::debug!(endpoint, how, "peer lost");
         self.hear_out(endpoint);
+        self.say_farewell(endpoint, &how);
         self.endpoints[endpoint as usize].dead = Some(how.clone());
         // What it wrote before it died is still in the ring.
         while self.read_ring(endpoint, BURST) {}

@@ -109,7 +109,7 @@ impl Engine {
                 let more = usize::try_from(header.total).unwrap_or(CREDIT);
                 peer.credit = peer.credit.saturating_add(more).min(CREDIT);
             }
-            Frame::Ping => {}
+            Frame::Ping | Frame::Farewell => {}
             Frame::Bye => {
                 if let Some(rank) = self.rank_in(header.channel, endpoint) {
                     if let Some(channel) = self.channels.get_mut(&header.channel) {

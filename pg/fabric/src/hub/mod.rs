@@ -254,24 +254,7 @@ impl Hub {
                 return Err(HubError::Duplicate { name: spec.name.clone() });
             }
             let mut hosts: Vec<&str> = Vec::new();
-            let mut channel = Channel {
-                name: spec.name.clone(),
-                me: spec.me,
-                members: Vec::with_capacity(spec.members.len()),
-                rank_of: rustc_hash::FxHashMap::default(),
-                hosts: Vec::with_capacity(spec.members.len()),
-                left: vec![false; spec.members.len()],
-                failed: None,
-                inquest: None,
-                started: 0,
-                records: std::collections::VecDeque::new(),
-                active: SmallVec::new(),
-                posted: Vec::new(),
-                early: std::collections::VecDeque::new(),
-                heard: rustc_hash::FxHashMap::default(),
-                plans: rustc_hash::FxHashMap::default(),
-                pending: 0,
-            };
+            let mut channel = Channel::new(spec.name.clone(), spec.me, spec.members.len());
             for (rank, address) in spec.members.iter().enumerate() {
                 let host = hosts.iter().position(|known| *known == address.host).unwrap_or_else(|| {
                     hosts.push(&address.host);

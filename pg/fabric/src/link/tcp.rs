@@ -136,6 +136,11 @@ pub fn read(fd: impl AsFd, into: &mut [u8]) -> Result<Option<usize>, Errno> {
     }
 }
 
+/// Something has come.
+pub fn has_bytes(fd: impl AsFd) -> bool {
+    matches!(recv(fd, &mut [0u8; 1], RecvFlags::DONTWAIT | RecvFlags::PEEK), Ok((_, 1..)))
+}
+
 /// Nothing has come, and the connection stands.
 pub fn is_quiet(fd: impl AsFd) -> bool {
     matches!(recv(fd, &mut [0u8; 1], RecvFlags::DONTWAIT | RecvFlags::PEEK), Err(Errno::AGAIN | Errno::INTR))

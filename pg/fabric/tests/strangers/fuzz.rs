@@ -75,7 +75,7 @@ fn damage() -> impl Strategy<Value = Damage> {
 fn frame() -> impl Strategy<Value = (Vec<u8>, Vec<u8>)> {
     let payload = prop_oneof![3 => prop::collection::vec(any::<u8>(), 0..200), 1 => prop::collection::vec(any::<u8>(), 0..70_000)];
     let word = prop_oneof![any::<u64>(), 0u64..4, Just(u64::MAX), Just(1 << 33)];
-    let kind = prop_oneof![9 => 1u8..=11, 1 => any::<u8>()];
+    let kind = prop_oneof![9 => 1u8..=12, 1 => any::<u8>()];
     let length = prop_oneof![6 => Just(None), 1 => any::<u32>().prop_map(Some), 1 => (0u32..1 << 19).prop_map(Some)];
     (kind, prop::array::uniform7(word), any::<u8>(), length, payload, prop::bool::weighted(0.05)).prop_map(
         |(kind, words, flags, length, payload, nonsense)| {

@@ -21,7 +21,7 @@ use crate::fork::Guarded;
 use crate::handshake::{Job, Opening};
 use crate::link::interfaces::{self, Local};
 use crate::link::{shm, tcp};
-use crate::wire::{Frame, Header, HubId};
+use crate::wire::{Frame, HEADER, Header, HubId};
 use accept::Guests;
 
 pub(crate) use dial::Dial;
@@ -43,6 +43,9 @@ fn token(kind: u64, index: u32) -> EventData {
 fn attempt_token(kind: u64, attempt: u32, index: u32) -> EventData {
     EventData::new_u64(kind << 56 | u64::from(attempt & 0xff_ffff) << 32 | u64::from(index))
 }
+
+/// The longest reason of a farewell, in bytes.
+const FAREWELL: usize = 2048;
 
 /// What to say when the two ends of a link don't hold the same secret.
 const STRANGERS: &str = "it doesn't hold this job's secret (have all ranks the same PODRING_TOKEN_FILE?)";
@@ -214,8 +217,9 @@ impl Engine {
                 if flags.contains(EventFlags::OUT) {
                     out.blocked = false;
                 }
+                let farewell = flags.contains(EventFlags::IN) && tcp::has_bytes(&out.socket);
                 // While the other direction is open it will tell, after all that was sent on it.
-                if flags.intersects(gone) && !matches!(peer.inbound, In::Tcp { .. }) {
+                if farewell || flags.intersects(gone) && !matches!(peer.inbound, In::Tcp { .. }) {
                     self.lose(endpoint, "its connection ended".into());
                 }
             }
@@ -236,6 +240,27 @@ impl Engine {
             }
             In::None => {}
         }
+    }
+
+    /// Tells a process at the other end of a TCP link why it is given up, as far as that goes without waiting.
+    pub fn say_farewell(&self, endpoint: u32, why: &str) {
+        let In::Tcp { socket, .. } = &self.endpoints[endpoint as usize].inbound else { return };
+        let text = &why.as_bytes()[..why.len().min(FAREWELL)];
+        let mut header = Header::new(Frame::Farewell, 0);
+        header.len = text.len() as u32;
+        // If it isn't there to hear it, that is why.
+        let _ = tcp::write_both(socket, &header.encode(), text);
+    }
+
+    /// Why a process has given this one up, if it has said so.
+    pub fn hear_farewell(&self, endpoint: u32) -> Option<String> {
+        let Out::Tcp(out) = &self.endpoints[endpoint as usize].out else { return None };
+        let mut bytes = [0u8; HEADER + FAREWELL];
+        let got = tcp::read(&out.socket, &mut bytes).ok().flatten()?;
+        let (head, text) = bytes[..got].split_first_chunk::<HEADER>()?;
+        let header = Header::decode(head).ok().filter(|header| header.frame == Frame::Farewell)?;
+        let text = String::from_utf8_lossy(&text[..text.len().min(header.len as usize)]).into_owned();
+        Some(format!("it gave this process up: {text}"))
     }
 
     /// Signs of life over TCP: sends them, misses them, and gives up on calls that nobody answers. Returns when to look

@@ -163,6 +163,64 @@ fn another_secret_is_named() {
     assert!(called.endpoints.iter().all(|peer| matches!(peer.inbound, In::None)));
 }
 
+/// Who leaves a group over a failure that it was told of says so to those who weren't: its leaving is not the cause.
+#[test]
+fn who_leaves_a_failed_group_says_why() {
+    use super::super::channel::Channel;
+    use crate::error::Failure;
+    const CHANNEL: u64 = 5;
+    for hosts in [["a", "a"], ["a", "b"]] {
+        let ([mut one, mut other], ends) = pair(hosts);
+        for (me, (engine, end)) in [&mut one, &mut other].into_iter().zip(ends).enumerate() {
+            let mut channel = Channel::new("g".into(), me as u32, 2);
+            channel.members = if me == 0 { vec![u32::MAX, end] } else { vec![end, u32::MAX] };
+            channel.rank_of.insert(end, 1 - me as u32);
+            engine.open(CHANNEL, channel);
+            engine.push_item(end, Item::Bare(Header::new(Frame::Ping, 0)));
+        }
+        // Who has never said anything to the other is not waited for by it.
+        until(Instant::now() + LONG, "linked", || {
+            turn(&mut one);
+            turn(&mut other);
+            !matches!(other.endpoints[ends[1] as usize].out, Out::Idle)
+        });
+        let (host, how) = ("c".to_owned(), "its process ended".to_owned());
+        let cause = Failure::PeerLost { rank: 2, host, how, op: None, seq: 0 };
+        other.fail_channel(CHANNEL, cause.clone(), false);
+        other.close(CHANNEL);
+        until(Instant::now() + LONG, "told", || {
+            turn(&mut one);
+            turn(&mut other);
+            one.channels[&CHANNEL].failed.is_some()
+        });
+        assert_eq!(one.channels[&CHANNEL].failed.as_deref(), Some(&cause));
+    }
+}
+
+/// A process that is given up learns why, whether or not it has heard from the other.
+#[test]
+fn who_is_given_up_is_told_why() {
+    for both in [false, true] {
+        let ([mut one, mut other], [to, back]) = pair(["a", "b"]);
+        one.push_item(to, Item::Bare(Header::new(Frame::Ping, 0)));
+        if both {
+            other.push_item(back, Item::Bare(Header::new(Frame::Ping, 0)));
+        }
+        until(Instant::now() + LONG, "linked", || {
+            turn(&mut one);
+            turn(&mut other);
+            let there = matches!(other.endpoints[back as usize].inbound, In::Tcp { .. });
+            there && (!both || matches!(one.endpoints[to as usize].inbound, In::Tcp { .. }))
+        });
+        other.lose(back, "for no reason".into());
+        until(Instant::now() + LONG, "told", || {
+            turn(&mut one);
+            one.endpoints[to as usize].dead.is_some()
+        });
+        assert_eq!(one.endpoints[to as usize].dead.as_deref(), Some("it gave this process up: for no reason"));
+    }
+}
+
 /// Ranks hear of their job at different moments: a caller that is early waits.
 #[test]
 fn a_caller_that_is_early_waits() {
