@@ -120,8 +120,8 @@ impl Failed {
                 | Error::NotPodring { .. }
                 | Error::Silent { .. }
                 | Error::Certificate { .. }
-                | Error::CoordinatorLost { .. }
                 | Error::Closed { .. }
+                | Error::CoordinatorLost { .. }
                 | Error::System { .. } => NETWORK,
             },
             Failed::Serve(ServeError::Start(StartError::Bind { .. } | StartError::System { .. })) => NETWORK,

@@ -153,6 +153,7 @@ impl Doors {
             let _ = self.calls.send(guarded(stream, seat)).await;
             return;
         };
+        let mark = Marked::new(&stream);
         let mut first = [0];
         let first = tokio::select! {
             // One that says nothing is given up.
@@ -162,6 +163,7 @@ impl Doors {
             },
             () = self.stop.wait() => return,
         };
+        drop(mark);
         if first != MAGIC[0] {
             let _ = self.calls.send(guarded(stream, seat)).await;
         } else if let Ok(stream) = stream.into_std() {

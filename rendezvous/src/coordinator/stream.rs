@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -268,8 +268,8 @@ async fn run(
     }
     for listener in beside {
         if let Ok(listener) = tokio::net::UnixListener::from_std(listener) {
-            let listener = (Marked::new(&listener), listener);
-            tokio::spawn(accept(listener, Arc::clone(&calls), Arc::clone(&seats)));
+            let beside = Beside { _mark: Marked::new(&listener), listener };
+            tokio::spawn(accept(beside, Arc::clone(&calls), Arc::clone(&seats)));
         }
     }
     loop {
@@ -288,11 +288,17 @@ async fn run(
     }
 }
 
+struct Beside {
+    /// Before the listener, which closes the descriptor.
+    _mark: Marked,
+    listener: tokio::net::UnixListener,
+}
+
 /// Callers of this host. Only this user's, and root's.
-async fn accept((_mark, listener): (Marked, tokio::net::UnixListener), calls: Arc<Calls>, seats: Arc<Semaphore>) {
+async fn accept(beside: Beside, calls: Arc<Calls>, seats: Arc<Semaphore>) {
     let me = rustix::process::geteuid().as_raw();
     loop {
-        let Ok((stream, _)) = listener.accept().await else {
+        let Ok((stream, _)) = beside.listener.accept().await else {
             tokio::time::sleep(Duration::from_millis(50)).await;
             continue;
         };
@@ -306,7 +312,7 @@ async fn accept((_mark, listener): (Marked, tokio::net::UnixListener), calls: Ar
 }
 
 /// Lets the kernel find out within about twice the silence that the peer's host is gone.
-pub(crate) fn keep_alive(stream: &std::net::TcpStream, silence: Duration) -> io::Result<()> {
+pub(crate) fn keep_alive(stream: &impl AsFd, silence: Duration) -> io::Result<()> {
     use rustix::net::sockopt;
     let second = Duration::from_secs(1);
     sockopt::set_socket_keepalive(stream, true)?;
@@ -321,15 +327,16 @@ async fn attend<S: AsyncRead + AsyncWrite + AsRawFd + Unpin>(
     calls: Arc<Calls>,
     _seat: OwnedSemaphorePermit,
 ) {
-    let mut line = Line { stream, inbound: Inbound::default(), out: Vec::new(), silence: calls.shared.silence };
-    // A forked child that kept it would hide the coordinator's end from the client.
-    let _mark = Marked::new(&line.stream);
+    let _mark = Marked::new(&stream);
+    let mut line = Line { _mark, stream, inbound: Inbound::default(), out: Vec::new(), silence: calls.shared.silence };
     if let Err(error) = line.serve(&calls).await {
         tracing::debug!(%error, "a store stream ended");
     }
 }
 
 struct Line<S> {
+    /// Before the stream, which closes the descriptor.
+    _mark: Marked,
     stream: S,
     inbound: Inbound,
     out: Vec<u8>,

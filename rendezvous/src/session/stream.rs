@@ -5,7 +5,7 @@
 
 use std::io;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use pb::store_call::Call;
 use pb::store_reply::Reply;
+use podring_fork::Guarded;
 use podring_proto as pb;
 use prost::Message as _;
 use rustix::buffer::spare_capacity;
@@ -74,23 +75,10 @@ struct Road {
     message_bytes: usize,
 }
 
-enum Socket {
-    Tcp(TcpStream),
-    Unix(UnixStream),
-}
-
-impl AsFd for Socket {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Socket::Tcp(stream) => stream.as_fd(),
-            Socket::Unix(stream) => stream.as_fd(),
-        }
-    }
-}
-
 /// One connection.
 struct Line {
-    socket: Socket,
+    /// Closed in forked children: they would keep it open after this process's death.
+    socket: Guarded,
     inbound: Inbound,
     out: Vec<u8>,
     number: u64,
@@ -142,11 +130,12 @@ impl Streams {
             Ok(peer) => peer,
             Err(_) => return Ok(None),
         };
+        podring_fork::install();
         let (token, message_bytes) = (access.token.clone(), access.message_bytes);
         let mut road = Road { peer, beside: None, token, message_bytes };
         let until = Until { deadline: Instant::now() + limit, asks: None };
         let client = nonce();
-        let (mut line, mut hello) = match road.greet(Socket::Tcp(stream), (client, 0), &until) {
+        let (mut line, mut hello) = match road.greet(stream.into(), (client, 0), &until) {
             Ok(Ok(greeted)) => greeted,
             Ok(Err(refusal)) => return Err(Error::Refused { call: "hello", refusal }),
             Err(_) => return Ok(None),
@@ -164,9 +153,8 @@ impl Streams {
         }
         let silence = wire::duration(hello.silence_ms.max(1));
         road.message_bytes = line.message_bytes;
-        if let Socket::Tcp(stream) = &line.socket {
-            let _ = keep_alive(stream, silence);
-        }
+        // Not all of it is for Unix sockets, and none of them needs it.
+        let _ = keep_alive(&line.socket, silence);
         let idle = Mutex::new(Idle { owner: std::process::id(), lines: vec![line] });
         let endpoint = access.endpoints.join(", ").into();
         let (client, sent) = (AtomicU64::new(client), AtomicU64::new(0));
@@ -319,7 +307,7 @@ impl Streams {
         let mut idle = self.idle.lock();
         let me = std::process::id();
         if idle.owner != me {
-            // Those of the process this one was forked from: closing them here takes nothing from it.
+            // Those of the process this one was forked from, closed here by now.
             self.rename(&mut idle);
         }
         while let Some(line) = idle.lines.pop() {
@@ -353,9 +341,7 @@ impl Streams {
             let name = (self.client.load(Ordering::SeqCst), self.sent.load(Ordering::SeqCst));
             let how = match self.road.socket(&until).and_then(|socket| self.road.greet(socket, name, &until)) {
                 Ok(Ok((line, _))) => {
-                    if let Socket::Tcp(stream) = &line.socket {
-                        let _ = keep_alive(stream, self.silence);
-                    }
+                    let _ = keep_alive(&line.socket, self.silence);
                     return Ok(line);
                 }
                 Ok(Err(refusal)) => return Err(Error::Refused { call: "hello", refusal }),
@@ -378,7 +364,7 @@ impl Streams {
 }
 
 impl Road {
-    fn socket(&self, until: &Until<'_>) -> Result<Socket, Failed> {
+    fn socket(&self, until: &Until<'_>) -> Result<OwnedFd, Failed> {
         if let Some(name) = &self.beside
             && let Ok(socket) = unix(name)
         {
@@ -387,18 +373,19 @@ impl Road {
         let left = until.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         let stream = TcpStream::connect_timeout(&self.peer, left)?;
         stream.set_nodelay(true)?;
-        Ok(Socket::Tcp(stream))
+        Ok(stream.into())
     }
 
     /// Begins a store stream.
     fn greet(
         &self,
-        socket: Socket,
+        socket: OwnedFd,
         (client, sent): (u64, u64),
         until: &Until<'_>,
     ) -> Result<Result<(Line, pb::HelloReply), crate::refusal::Refusal>, Failed> {
         let (inbound, message_bytes) = (Inbound::default(), self.message_bytes);
         // A read that sleeps wakes so often to see whether to go on.
+        let socket = Guarded::new(socket);
         set_socket_timeout(&socket, Timeout::Recv, Some(ASKING)).map_err(|error| Failed::Broken(error.to_string()))?;
         let mut line = Line { socket, inbound, out: Vec::new(), number: 0, client, unsure: false, message_bytes };
         let token = self.token.as_ref().map(Token::reveal).unwrap_or_default();
@@ -423,13 +410,13 @@ impl Road {
 }
 
 /// A Unix socket of this host that belongs to this user or to root: the token goes through it.
-fn unix(name: &str) -> io::Result<Socket> {
+fn unix(name: &str) -> io::Result<OwnedFd> {
     let stream = UnixStream::connect_addr(&std::os::unix::net::SocketAddr::from_abstract_name(name)?)?;
     let peer = rustix::net::sockopt::socket_peercred(&stream)?;
     if peer.uid != rustix::process::geteuid() && !peer.uid.is_root() {
         return Err(io::ErrorKind::PermissionDenied.into());
     }
-    Ok(Socket::Unix(stream))
+    Ok(stream.into())
 }
 
 impl Line {
@@ -519,7 +506,7 @@ impl Line {
 
 impl Until<'_> {
     /// Waits until the socket can be written or read.
-    fn ready(&self, socket: &Socket, flags: PollFlags) -> Result<(), Failed> {
+    fn ready(&self, socket: &Guarded, flags: PollFlags) -> Result<(), Failed> {
         loop {
             let left = self.deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
