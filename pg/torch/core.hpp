@@ -53,6 +53,8 @@ auto with_exception(int32_t status, std::string message, Use use) {
       return use(c10::DistStoreError(here, std::move(message)));
     case PODRING_NETWORK:
       return use(c10::DistNetworkError(here, std::move(message)));
+    case PODRING_QUEUE_EMPTY:
+      return use(c10::DistQueueEmptyError(here, std::move(message)));
     default:  // timeout, peer lost, mismatch, aborted, internal, and what a newer core may add
       return use(c10::DistBackendError(here, std::move(message)));
   }

@@ -18,6 +18,7 @@
 
 #include "core.hpp"
 #include "lazy.hpp"
+#include "rendezvous_store.hpp"
 #include "store.hpp"
 
 namespace podring {
@@ -669,6 +670,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "Nothing: a subgroup is formed by its members alone.");
   m.def("create", &create, py::arg("opts"), py::arg("backend_options") = py::none(), py::arg("name") = "tpu",
         "The backend for one group; forms the group with its other members.");
+  RendezvousStore::add_to(m);
   m.def("drain", &drain, py::arg("timeout"),
         "Ends callbacks into the interpreter; False if some still run after `timeout` seconds.");
 }

@@ -28,6 +28,7 @@ enum PodringStatus {
   PODRING_NETWORK = 8,      // DistNetworkError
   PODRING_INTERNAL = 9,     // a bug of podring's, caught: DistBackendError
   PODRING_INTERRUPTED = 10, // the interrupted() callback said so; its own exception is pending
+  PODRING_QUEUE_EMPTY = 11, // kv_call: QueueEmptyError
 };
 
 // An error's text, owned by the core: error_free releases it. `message` is UTF-8 with a terminating NUL, or null.
@@ -134,6 +135,80 @@ typedef struct PodringCollective {
   uint32_t flags;      // PODRING_SYNC
 } PodringCollective;
 
+// A client of a coordinator's key-value store. Thread-safe; a forked child may use it too.
+typedef struct PodringKv PodringKv;
+
+// PodringKvConfig.serve
+enum PodringKvServe {
+  PODRING_KV_CLIENT = 0,  // the coordinator is somebody else's
+  PODRING_KV_SERVE = 1,   // start it at the endpoint, in this process; an error if somebody listens there
+  PODRING_KV_SHARE = 2,   // the same, or use whoever listens there
+};
+
+// Bit of PodringKvConfig.flags: serve beyond this host with neither token nor certificates.
+#define PODRING_KV_INSECURE 1u
+
+typedef struct PodringKvConfig {
+  const char* endpoint;  // host:port, an IPv6 literal in brackets; port 0 only to serve: a free one
+  uint32_t serve;
+  uint32_t flags;
+  const char* token;        // from here on: null or empty where there is none
+  const char* token_file;
+  const char* tls_ca;       // the three together
+  const char* tls_cert;
+  const char* tls_key;
+  const char* server_name;  // in the coordinator's certificate, if it isn't the endpoint's host
+  const char* state_dir;    // serve: where the store survives the process
+  int64_t timeout_ms;       // to connect; <= 0: for ever
+  PodringInterrupted interrupted;
+  void* interrupted_ctx;
+} PodringKvConfig;
+
+typedef struct PodringBytes {
+  const uint8_t* data;
+  size_t len;
+} PodringBytes;
+
+// What each takes and gives; keys are UTF-8. "number" is PodringKvCall.number or *number, "gives" goes to the sink.
+enum PodringKvOp {
+  PODRING_KV_SET = 0,          // a key, a value
+  PODRING_KV_GET = 1,          // a key; gives its value; waits
+  PODRING_KV_WAIT = 2,         // keys; waits
+  PODRING_KV_CHECK = 3,        // keys; number: 1 if all exist
+  PODRING_KV_ADD = 4,          // a key, number; number: the sum
+  PODRING_KV_COMPARE_SET = 5,  // a key, expected and desired value; gives what is stored
+  PODRING_KV_APPEND = 6,       // a key, a value
+  PODRING_KV_DELETE = 7,       // a key; number: 1 if it existed
+  PODRING_KV_MULTI_GET = 8,    // keys; gives each value; waits
+  PODRING_KV_MULTI_SET = 9,    // keys, as many values
+  PODRING_KV_QUEUE_PUSH = 10,  // a key, a value
+  PODRING_KV_QUEUE_POP = 11,   // a key, number: 0 not to wait (PODRING_QUEUE_EMPTY); gives the value
+  PODRING_KV_QUEUE_LEN = 12,   // a key; number
+  PODRING_KV_NUM_KEYS = 13,    // number
+  PODRING_KV_LIST_KEYS = 14,   // gives each key
+};
+
+typedef struct PodringKvCall {
+  uint32_t op;
+  uint32_t n_keys;
+  uint32_t n_values;
+  const PodringBytes* keys;
+  const PodringBytes* values;
+  int64_t number;
+  int64_t timeout_ms;   // what waits: <= 0 for ever
+  int64_t patience_ms;  // for the coordinator's answer, beyond that; held to 1 to 30 s
+  PodringInterrupted interrupted;
+  void* interrupted_ctx;
+  void (*sink)(void* ctx, const uint8_t* data, size_t len);  // called before kv_call returns
+  void* sink_ctx;
+} PodringKvCall;
+
+typedef struct PodringKvInfo {
+  uint64_t instance;  // names the life of the store
+  uint32_t port;
+  uint32_t serves;    // 1: the coordinator is this process's, and ends with the last client that opened it or a clone
+} PodringKvInfo;
+
 typedef struct PodringCore {
   uint32_t abi;   // PODRING_ABI
   uint32_t size;  // sizeof(PodringCore) of the core
@@ -192,6 +267,15 @@ typedef struct PodringCore {
 
   // Calls each(ctx, name, bytes) once per kind of memory that the process holds for all its groups at the moment.
   void (*group_memory)(PodringGroup* group, void (*each)(void* ctx, const char* name, uint64_t bytes), void* ctx);
+
+  // Connects. Errors: PODRING_NETWORK (nobody there, something else there, lost), PODRING_STORE (refused, out of time),
+  // PODRING_INVALID.
+  int32_t (*kv_open)(const PodringKvConfig* config, PodringKv** kv, PodringError* error);
+  // Another handle on the same connections.
+  PodringKv* (*kv_clone)(const PodringKv* kv);
+  void (*kv_free)(PodringKv* kv);
+  void (*kv_info)(const PodringKv* kv, PodringKvInfo* info);
+  int32_t (*kv_call)(const PodringKv* kv, const PodringKvCall* call, int64_t* number, PodringError* error);
 } PodringCore;
 
 #ifdef __cplusplus

@@ -12,7 +12,16 @@ setup(
         CppExtension(
             f"podring_torch._face_{MINOR}",
             ["face.cpp"],
-            depends=["call.hpp", "core.hpp", "face.hpp", "lazy.hpp", "podring.h", "store.hpp", "work.hpp"],
+            depends=[
+                "call.hpp",
+                "core.hpp",
+                "face.hpp",
+                "lazy.hpp",
+                "podring.h",
+                "rendezvous_store.hpp",
+                "store.hpp",
+                "work.hpp",
+            ],
             extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"],
         )
     ],

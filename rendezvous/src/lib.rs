@@ -1,14 +1,19 @@
 //! Who is in the job, across hosts: a coordinator, sessions, a key-value store, barriers, liveness.
 //!
 //! [`decide`] is pure: every decision without network and clock. [`coordinator`] serves it over gRPC; [`session`] is the
-//! ranks' side, blocking. Both run on one small runtime of the process's own.
+//! ranks' side, blocking. Both run on one small runtime of the process's own. [`host`] lets the ranks of a host share one
+//! session; [`bootstrap`] is how a rank finds its coordinator.
 
+pub mod bootstrap;
 pub mod coordinator;
 pub mod decide;
 pub mod environment;
+mod frame;
+pub mod host;
 pub mod refusal;
 mod runtime;
 pub mod secret;
+pub mod serve;
 pub mod session;
 mod wire;
 

@@ -32,11 +32,13 @@ pub struct Lost {
     pub ranks: Vec<u32>,
     /// How that was noticed.
     pub how: String,
+    /// If an agent was lost: the rank in whose process it ran. Of the others nothing certain is known.
+    pub speaker: Option<u32>,
 }
 
 impl fmt::Display for Lost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Lost { epoch, host, ranks, how } = self;
+        let Lost { epoch, host, ranks, how, .. } = self;
         write!(f, "epoch {epoch} lost {} on {host}: {how}", Ranks(ranks))
     }
 }

@@ -2,23 +2,38 @@
 
 use std::future::Future;
 use std::io;
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
+use podring_fork as fork;
 use tokio::runtime::{Builder, Handle, Runtime};
 
-static RUNTIME: OnceLock<(u32, Runtime)> = OnceLock::new();
+struct Made {
+    generation: u32,
+    runtime: Runtime,
+}
 
-/// The runtime's handle. An error in a forked child, whose runtime has no threads.
+/// The last one made. A forked child, whose copy has no threads, makes its own; its parent's is left alone.
+static MADE: AtomicPtr<Made> = AtomicPtr::new(std::ptr::null_mut());
+
+/// The runtime's handle.
 pub(crate) fn handle() -> io::Result<Handle> {
-    let me = std::process::id();
-    if RUNTIME.get().is_none() {
+    fork::install();
+    let mut known = MADE.load(Ordering::Acquire);
+    loop {
+        // SAFETY: set to leaked boxes only, never freed.
+        if let Some(made) = unsafe { known.as_ref() }.filter(|made| made.generation == fork::generation()) {
+            return Ok(made.runtime.handle().clone());
+        }
         let runtime = Builder::new_multi_thread().worker_threads(2).thread_name("podring-rdzv").enable_all().build()?;
-        let _ = RUNTIME.set((me, runtime));
-    }
-    match RUNTIME.get() {
-        Some((owner, runtime)) if *owner == me => Ok(runtime.handle().clone()),
-        Some((owner, _)) => Err(io::Error::other(format!("forked from process {owner}, which holds the sessions"))),
-        None => Err(io::Error::other("no runtime")),
+        let made = Box::into_raw(Box::new(Made { generation: fork::generation(), runtime }));
+        match MADE.compare_exchange(known, made, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => known = made,
+            Err(other) => {
+                // SAFETY: just made here, and nobody else has seen it.
+                unsafe { Box::from_raw(made) }.runtime.shutdown_background();
+                known = other;
+            }
+        }
     }
 }
 

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use hmac::{Hmac, KeyInit as _, Mac as _};
+use sha2::Sha256;
 use subtle::ConstantTimeEq as _;
 use tonic::metadata::{Ascii, MetadataValue};
 
@@ -62,11 +64,24 @@ impl Token {
         String::from_utf8_lossy(&self.0.as_bytes()["Bearer ".len()..]).into_owned()
     }
 
+    /// Another secret, which tells nothing of the token: HMAC-SHA256 of `label` under the token (RFC 2104).
+    pub fn derive(&self, label: &str) -> [u8; 32] {
+        // HMAC takes keys of any length.
+        let Ok(mut mac) = Hmac::<Sha256>::new_from_slice(self.reveal().as_bytes()) else { unreachable!() };
+        mac.update(label.as_bytes());
+        mac.finalize().into_bytes().into()
+    }
+
     pub(crate) fn header(&self) -> MetadataValue<Ascii> {
         self.0.clone()
     }
 
-    /// In a time that tells nothing but the length.
+    /// The token as it is. In a time that tells nothing but the length.
+    pub(crate) fn is(&self, token: &[u8]) -> bool {
+        self.0.as_bytes()["Bearer ".len()..].ct_eq(token).into()
+    }
+
+    /// As a header. In a time that tells nothing but the length.
     pub(crate) fn matches(&self, header: &[u8]) -> bool {
         self.0.as_bytes().ct_eq(header).into()
     }
@@ -122,10 +137,14 @@ mod tests {
     fn tokens() {
         let token = Token::new("  0123456789abcdef\n").unwrap();
         assert_eq!(token.reveal(), "0123456789abcdef");
-        assert!(token.matches(b"Bearer 0123456789abcdef"));
+        assert!(token.matches(b"Bearer 0123456789abcdef") && token.is(b"0123456789abcdef"));
+        assert!(!token.is(b"0123456789abcdeF") && !token.is(b"") && !token.is(b"Bearer 0123456789abcdef"));
         for wrong in [&b"Bearer 0123456789abcdeF"[..], b"0123456789abcdef", b"", b"Bearer 0123456789abcdef0"] {
             assert!(!token.matches(wrong));
         }
+        // HMAC-SHA256, as `openssl dgst -sha256 -hmac 0123456789abcdef` has it.
+        let hex: String = token.derive("podring fabric").iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(hex, "a99d45328afc078dd5bc5698366d1e88872574960632f877d52597b5ea142985");
         assert_eq!(format!("{token:?}"), "Token(..)");
         assert_ne!(Token::fresh().unwrap().reveal(), Token::fresh().unwrap().reveal());
         for bad in ["short", "0123456789 abcdef", "0123456789abcdé0", ""] {

@@ -5,15 +5,16 @@ use std::time::Duration;
 
 use podring_proto as pb;
 use prost::Message as _;
+use prost::bytes::Bytes;
 use tonic::{Code, Status};
 
 use crate::decide::invalid;
 use crate::decide::keyvalue::Change;
-use crate::decide::roster::{AgentId, Announcement, Event, Failure, Host, Mismatch, World};
+use crate::decide::roster::{About, AgentId, Announcement, Event, Failure, Host, Mismatch, World};
 use crate::refusal::{Late, Lost, RankAt, Refusal};
 
 /// The protocol's version. See podring.proto.
-pub(crate) const VERSION: &str = "1.0";
+pub(crate) const VERSION: &str = "1.1";
 /// The metadata entry that carries it.
 pub(crate) const VERSION_KEY: &str = "podring-version";
 /// Refusals travel in a header, whose size is bounded: so many missing ranks at most.
@@ -34,15 +35,42 @@ pub(crate) fn agent_id(bytes: &[u8]) -> Result<AgentId, Refusal> {
 }
 
 pub(crate) fn announcement(announce: pb::Announce) -> Result<Announcement, Refusal> {
-    let pb::Announce { session, host, world_size, ranks, details, last_epoch, timeout_ms, hosts } = announce;
+    let pb::Announce {
+        session,
+        host,
+        world_size,
+        ranks,
+        details,
+        last_epoch,
+        timeout_ms,
+        hosts,
+        speaker,
+        expected,
+        refused,
+    } = announce;
     let (agent, timeout) = (agent_id(&session)?, duration(timeout_ms));
-    Ok(Announcement { agent, host, world_size, ranks, details, last_epoch, timeout, hosts })
+    let about = About { speaker, expected, refused };
+    Ok(Announcement { agent, host, world_size, ranks, details, last_epoch, timeout, hosts, about })
 }
 
 pub(crate) fn announce(announcement: &Announcement) -> pb::Announce {
-    let Announcement { agent, host, world_size, ranks, details, last_epoch, timeout, hosts } = announcement.clone();
+    let Announcement { agent, host, world_size, ranks, details, last_epoch, timeout, hosts, about } =
+        announcement.clone();
     let (session, timeout_ms) = (agent.to_le_bytes().to_vec(), milliseconds(timeout));
-    pb::Announce { session, host, world_size, ranks, details, last_epoch, timeout_ms, hosts }
+    let About { speaker, expected, refused } = about;
+    pb::Announce {
+        session,
+        host,
+        world_size,
+        ranks,
+        details,
+        last_epoch,
+        timeout_ms,
+        hosts,
+        speaker,
+        expected,
+        refused,
+    }
 }
 
 pub(crate) fn ranks_at(missing: &[RankAt]) -> Vec<pb::RankAt> {
@@ -55,14 +83,41 @@ fn from_ranks_at(missing: Vec<pb::RankAt>) -> Vec<RankAt> {
     missing.into_iter().map(one).collect()
 }
 
-fn lost(lost: &Lost) -> pb::Lost {
-    let Lost { epoch, host, ranks, how } = lost.clone();
-    pb::Lost { epoch, host, ranks, how }
+pub(crate) fn lost(lost: &Lost) -> pb::Lost {
+    let Lost { epoch, host, ranks, how, speaker } = lost.clone();
+    pb::Lost { epoch, host, ranks, how, speaker }
 }
 
-fn from_lost(lost: pb::Lost) -> Lost {
-    let pb::Lost { epoch, host, ranks, how } = lost;
-    Lost { epoch, host, ranks, how }
+pub(crate) fn from_lost(lost: pb::Lost) -> Lost {
+    let pb::Lost { epoch, host, ranks, how, speaker } = lost;
+    Lost { epoch, host, ranks, how, speaker }
+}
+
+pub(crate) fn world(world: &World) -> pb::World {
+    let World { epoch, world_size, hosts } = world.clone();
+    let host = |Host { name, ranks, details }| pb::Host { name, ranks, details };
+    pb::World { epoch, world_size, hosts: hosts.into_iter().map(host).collect() }
+}
+
+pub(crate) fn from_world(world: pb::World) -> World {
+    let pb::World { epoch, world_size, hosts } = world;
+    let host = |pb::Host { name, ranks, details }| Host { name, ranks, details };
+    World { epoch, world_size, hosts: hosts.into_iter().map(host).collect() }
+}
+
+pub(crate) fn late(late: &Late) -> pb::Late {
+    let Late { missing, waited, world_size, refused } = late;
+    pb::Late {
+        missing: ranks_at(missing),
+        waited_ms: milliseconds(*waited),
+        world_size: *world_size,
+        refused: refused.clone(),
+    }
+}
+
+pub(crate) fn from_late(late: pb::Late) -> Late {
+    let pb::Late { missing, waited_ms, world_size, refused } = late;
+    Late { missing: from_ranks_at(missing), waited: duration(waited_ms), world_size, refused }
 }
 
 pub(crate) fn failure(failure: &Failure) -> pb::Failure {
@@ -85,25 +140,15 @@ pub(crate) fn from_failure(failure: pb::Failure) -> Failure {
     Failure { epoch, group, by, detail, mismatch }
 }
 
-pub(crate) fn event(event: &Event) -> pb::JoinEvent {
+/// An event as a message; `formed` gives the world's.
+pub(crate) fn event(event: &Event, formed: impl FnOnce(&World) -> Bytes) -> pb::JoinEvent {
     use pb::join_event::What;
     let what = match event {
-        Event::Formed(world) => {
-            let World { epoch, world_size, hosts } = world.as_ref().clone();
-            let host = |Host { name, ranks, details }| pb::Host { name, ranks, details };
-            What::Formed(pb::World { epoch, world_size, hosts: hosts.into_iter().map(host).collect() })
-        }
-        Event::Late(late) => {
-            let Late { missing, waited, world_size, refused } = late.as_ref();
-            What::Late(pb::Late {
-                missing: ranks_at(missing),
-                waited_ms: milliseconds(*waited),
-                world_size: *world_size,
-                refused: refused.clone(),
-            })
-        }
+        Event::Formed(world) => What::Formed(formed(world)),
+        Event::Late(event) => What::Late(late(event)),
         Event::Lost(event) => What::Lost(lost(event)),
         Event::Failed(event) => What::Failed(failure(event)),
+        Event::Closing => What::Closing(pb::Closing {}),
     };
     pb::JoinEvent { what: Some(what) }
 }
@@ -112,25 +157,31 @@ pub(crate) fn event(event: &Event) -> pb::JoinEvent {
 pub(crate) fn from_event(event: pb::JoinEvent) -> Option<Event> {
     use pb::join_event::What;
     Some(match event.what? {
-        What::Formed(world) => {
-            let pb::World { epoch, world_size, hosts } = world;
-            let host = |pb::Host { name, ranks, details }| Host { name, ranks, details };
-            let hosts = hosts.into_iter().map(host).collect();
-            Event::Formed(Arc::new(World { epoch, world_size, hosts }))
-        }
-        What::Late(late) => {
-            let pb::Late { missing, waited_ms, world_size, refused } = late;
-            let (missing, waited) = (from_ranks_at(missing), duration(waited_ms));
-            Event::Late(Arc::new(Late { missing, waited, world_size, refused }))
-        }
+        // A world that can't be read is an event that isn't known: the wait for it ends with its own error.
+        What::Formed(world) => Event::Formed(Arc::new(from_world(pb::World::decode(world).ok()?))),
+        What::Late(late) => Event::Late(Arc::new(from_late(late))),
         What::Lost(event) => Event::Lost(Arc::new(from_lost(event))),
         What::Failed(event) => Event::Failed(Arc::new(from_failure(event))),
+        What::Closing(pb::Closing {}) => Event::Closing,
     })
 }
 
-pub(crate) fn status(refusal: &Refusal) -> Status {
+/// Whether a peer that speaks `yours` is understood.
+pub(crate) fn compatible(yours: &str) -> Result<(), Refusal> {
+    let major = |version: &str| version.split('.').next().and_then(|major| major.parse::<u32>().ok());
+    if major(yours).is_none() || major(yours) != major(VERSION) {
+        return Err(Refusal::Version { yours: yours.to_owned(), ours: VERSION.to_owned() });
+    }
+    Ok(())
+}
+
+fn cut(text: &str) -> String {
+    text.chars().take(256).collect()
+}
+
+/// The refusal as a message, with the code that stands for it in gRPC.
+pub(crate) fn refused(refusal: &Refusal) -> (Code, pb::Refusal) {
     use pb::refusal::Why;
-    let cut = |text: &str| text.chars().take(256).collect::<String>();
     let (code, why) = match refusal.clone() {
         Refusal::Token { given } => (Code::Unauthenticated, Why::Token(pb::BadToken { given })),
         Refusal::Version { yours, ours } => {
@@ -163,17 +214,26 @@ pub(crate) fn status(refusal: &Refusal) -> Status {
         }
         Refusal::UnknownSession => (Code::NotFound, Why::UnknownSession(pb::UnknownSession {})),
     };
-    let details = pb::Refusal { why: Some(why) }.encode_to_vec();
-    Status::with_details(code, cut(&refusal.to_string()), details.into())
+    (code, pb::Refusal { why: Some(why) })
+}
+
+pub(crate) fn status(refusal: &Refusal) -> Status {
+    let (code, details) = refused(refusal);
+    Status::with_details(code, cut(&refusal.to_string()), details.encode_to_vec().into())
 }
 
 /// The refusal in a status, if there is one that this side knows.
 pub(crate) fn refusal(status: &Status) -> Option<Refusal> {
-    use pb::refusal::Why;
     if status.details().is_empty() {
         return None;
     }
-    Some(match pb::Refusal::decode(status.details()).ok()?.why? {
+    from_refused(pb::Refusal::decode(status.details()).ok()?)
+}
+
+/// `None` for a refusal of a newer peer's.
+pub(crate) fn from_refused(refused: pb::Refusal) -> Option<Refusal> {
+    use pb::refusal::Why;
+    Some(match refused.why? {
         Why::Token(pb::BadToken { given }) => Refusal::Token { given },
         Why::Version(pb::BadVersion { yours, ours }) => Refusal::Version { yours, ours },
         Why::Twin(pb::Twin { rank, holder, second }) => Refusal::Twin { rank, holder, second },
@@ -218,7 +278,7 @@ mod tests {
         let second = Duration::from_secs(1);
         for sent in [
             Refusal::Token { given: true },
-            Refusal::Version { yours: text(), ours: "1.0".into() },
+            Refusal::Version { yours: text(), ours: "1.1".into() },
             Refusal::Twin { rank: 3, holder: text(), second: "y".into() },
             Refusal::SizesDiffer { yours: 1, theirs: 2, host: text() },
             Refusal::Stale { yours: 1, current: 2 },
@@ -226,7 +286,7 @@ mod tests {
             Refusal::KeysMissing { keys: vec![text()], waited: second },
             Refusal::TooMuch { what: text(), limit: 1, got: 2 },
             Refusal::Invalid { what: text(), got: text() },
-            Refusal::Lost(Lost { epoch: 1, host: text(), ranks: vec![4, 5], how: text() }),
+            Refusal::Lost(Lost { epoch: 1, host: text(), ranks: vec![4, 5], how: text(), speaker: Some(4) }),
             Refusal::BarrierLate { name: text(), missing: at, waited: second },
             Refusal::NotANumber { key: text(), got: text() },
             Refusal::UnknownSession,
@@ -241,7 +301,7 @@ mod tests {
     #[test]
     fn what_a_newer_peer_adds_is_ignored() {
         // Field 99, length-delimited, that this side doesn't know.
-        let mut bytes = pb::HelloReply { instance: 5, epoch: 2, silence_ms: 1 }.encode_to_vec();
+        let mut bytes = pb::HelloReply { instance: 5, epoch: 2, ..Default::default() }.encode_to_vec();
         bytes.extend([0x9a, 0x06, 0x01, b'x']);
         assert_eq!(pb::HelloReply::decode(&bytes[..]).unwrap().instance, 5);
         let event = pb::JoinEvent::decode(&[0x9a, 0x06, 0x01, b'x'][..]).unwrap();

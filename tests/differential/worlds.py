@@ -124,6 +124,12 @@ def hold(world: str, seed: int, numbers: Sequence[int], timeout: float = 120.0, 
     """Plays the cases in that world. An AssertionError says which are wrong, and how to play the first again."""
     options = {**WORLDS[world], **options}
     reports: list[Report] = run(play, RANKS, seed, numbers, timeout=timeout, op_timeout=20.0, **options)
+    judge(reports, f"python -m tests.differential --world {world} --seed {seed}", len(numbers))
+    return reports
+
+
+def judge(reports: Sequence[Report], again: str, cases: int | None = None) -> None:
+    """An AssertionError unless every case was right, with the same bits on all ranks where they share a result."""
     wrong = [f"[rank {report.rank}] {text}" for report in reports for text in report.wrong]
     for number in sorted(set.union(*(report.shared for report in reports))):
         digests = {report.rank: report.digests[number] for report in reports if number in report.digests}
@@ -131,9 +137,5 @@ def hold(world: str, seed: int, numbers: Sequence[int], timeout: float = 120.0, 
             wrong.append(f"case {number}: ranks hold different bits: {digests}")
     if wrong:
         wrong.sort(key=lambda text: "lost rank" in text)  # first what is not a consequence
-        again = f"python -m tests.differential --world {world} --seed {seed}"
-        raise AssertionError(
-            f"{len(wrong)} wrong; again: {again} --cases {len(numbers)}, or one: {again} --case N\n"
-            + "\n".join(wrong[:20])
-        )
-    return reports
+        how = again if cases is None else f"{again} --cases {cases}, or one: {again} --case N"
+        raise AssertionError(f"{len(wrong)} wrong; again: {how}\n" + "\n".join(wrong[:20]))

@@ -178,7 +178,15 @@ def test_torchrun_restarts_a_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("PODRING_CMA", "perhaps"), ("PODRING_RING_BYTES", "1000"), ("PODRING_SILENCE_MS", "0")]
+    ("variable", "value"),
+    [
+        ("PODRING_CMA", "perhaps"),
+        ("PODRING_RING_BYTES", "1000"),
+        ("PODRING_SILENCE_MS", "0"),
+        ("PODRING_PORT", "29631-29600"),
+        ("PODRING_INTERFACES", "nosuch0"),
+        ("PODRING_TOKEN_FILE", "/nonexistent/token"),
+    ],
 )
 def test_bad_setting_is_named(variable: str, value: str) -> None:
     for end in attempt(total, 1, timeout=30, env={variable: value}):

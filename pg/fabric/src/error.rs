@@ -4,6 +4,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::handshake::NoRandomness;
+use crate::link::interfaces::NoInterface;
+
 /// Why operations of a group fail. Travels between ranks, so that all of them raise the same.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
@@ -81,6 +84,11 @@ impl Failure {
         }
     }
 
+    /// Whether a table of what each rank called explains it.
+    pub(crate) fn has_ledger(&self) -> bool {
+        matches!(self, Failure::Timeout { .. } | Failure::Mismatch { .. })
+    }
+
     /// The table to fill, for the failures that have one.
     pub(crate) fn ledger_mut(&mut self) -> Option<(u64, &mut Vec<LedgerRow>)> {
         match self {
@@ -140,14 +148,17 @@ pub enum HubError {
         /// The system's answer.
         source: std::io::Error,
     },
-    /// The port that PODRING_PORT names can't be listened on.
-    #[error("PODRING_PORT={port}: {source}")]
+    /// None of the ports that PODRING_PORT names can be listened on.
+    #[error("PODRING_PORT={ports}: {source}")]
     Port {
-        /// The port.
-        port: u16,
+        /// The setting.
+        ports: String,
         /// The system's answer.
         source: std::io::Error,
     },
+    /// PODRING_INTERFACES names what isn't there.
+    #[error(transparent)]
+    Interfaces(#[from] NoInterface),
     /// This process was forked from the one that made the group.
     #[error("this process was forked after the group was made; a process group can't be used in a forked child")]
     Forked,
@@ -160,6 +171,12 @@ pub enum HubError {
         /// The name.
         name: String,
     },
+}
+
+impl From<NoRandomness> for HubError {
+    fn from(error: NoRandomness) -> Self {
+        HubError::System { what: "random numbers", source: std::io::Error::other(error) }
+    }
 }
 
 impl HubError {

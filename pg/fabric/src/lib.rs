@@ -4,9 +4,11 @@
 //! over the hub. What is sent when is decided by [`schedule`], what is done to elements by [`podring_kernel`].
 
 pub mod error;
-pub mod fork;
+pub mod handshake;
 pub mod hub;
 pub mod link;
 pub mod memory;
 pub mod schedule;
 pub mod wire;
+
+pub use podring_fork as fork;

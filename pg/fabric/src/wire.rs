@@ -1,4 +1,4 @@
-//! What two processes say to each other: the frame header and the hello that opens a link.
+//! What two processes say to each other once a link is open ([`crate::handshake`]): frames.
 //!
 //! The same bytes travel through shared memory and TCP. All numbers are little-endian.
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub const HEADER: usize = 64;
 
 /// Version of the frame format; both ends of a link must have the same.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 
 /// What a frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +35,10 @@ pub enum Frame {
     Ping = 9,
     /// I have closed this channel.
     Bye = 10,
+    /// I no longer hold `total` bytes of your eager messages: you may send as many more.
+    Credit = 11,
+    /// I give you up; the payload says why. The last thing on a TCP link, and the only one that goes against its direction.
+    Farewell = 12,
 }
 
 impl Frame {
@@ -50,6 +54,8 @@ impl Frame {
             8 => Frame::Ledger,
             9 => Frame::Ping,
             10 => Frame::Bye,
+            11 => Frame::Credit,
+            12 => Frame::Farewell,
             _ => return None,
         })
     }
@@ -104,7 +110,7 @@ pub enum WireError {
         limit: u64,
     },
     /// The opening message isn't podring's.
-    #[error("not a podring hello")]
+    #[error("not podring's opening")]
     Hello,
 }
 
@@ -158,74 +164,6 @@ impl Header {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct HubId(pub u128);
 
-/// Bytes of a hello.
-pub const HELLO: usize = 80;
-
-const MAGIC: [u8; 8] = *b"podring\x01";
-
-/// The first message on a link, from the process that will send on it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Hello {
-    /// Who opens the link.
-    pub from: HubId,
-    /// Whom it takes the other end for.
-    pub to: HubId,
-    /// The job's secret.
-    pub token: [u8; 16],
-    /// Shared memory: the ring's capacity in bytes. TCP: 0.
-    pub capacity: u64,
-    /// Shared memory: where in the opener's memory its hub id stands, so that the other can prove it reads that memory.
-    pub proof: u64,
-    /// Where the opener's process counts, for the log.
-    pub pid: u32,
-}
-
-impl Hello {
-    /// The wire form.
-    pub fn encode(&self) -> [u8; HELLO] {
-        let mut out = [0u8; HELLO];
-        out[..8].copy_from_slice(&MAGIC);
-        out[8..24].copy_from_slice(&self.from.0.to_le_bytes());
-        out[24..40].copy_from_slice(&self.to.0.to_le_bytes());
-        out[40..56].copy_from_slice(&self.token);
-        out[56..64].copy_from_slice(&self.capacity.to_le_bytes());
-        out[64..72].copy_from_slice(&self.proof.to_le_bytes());
-        out[72..76].copy_from_slice(&self.pid.to_le_bytes());
-        out
-    }
-
-    /// Reads the wire form.
-    pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
-        if bytes.len() != HELLO || bytes[..8] != MAGIC {
-            return Err(WireError::Hello);
-        }
-        let wide = |at: usize| {
-            let mut raw = [0u8; 16];
-            raw.copy_from_slice(&bytes[at..at + 16]);
-            raw
-        };
-        let word = |at: usize| {
-            let mut raw = [0u8; 8];
-            raw.copy_from_slice(&bytes[at..at + 8]);
-            u64::from_le_bytes(raw)
-        };
-        Ok(Hello {
-            from: HubId(u128::from_le_bytes(wide(8))),
-            to: HubId(u128::from_le_bytes(wide(24))),
-            token: wide(40),
-            capacity: word(56),
-            proof: word(64),
-            pid: u32::from_le_bytes([bytes[72], bytes[73], bytes[74], bytes[75]]),
-        })
-    }
-}
-
-/// Whether two secrets are equal, in time that doesn't depend on where they differ.
-pub fn same_token(a: &[u8; 16], b: &[u8; 16]) -> bool {
-    let difference = a.iter().zip(b).fold(0u8, |sum, (x, y)| sum | (x ^ y));
-    std::hint::black_box(difference) == 0
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -233,7 +171,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn headers_round_trip(kind in 1u8..=10, flags: u8, len: u32, words: [u64; 7]) {
+        fn headers_round_trip(kind in 1u8..=12, flags: u8, len: u32, words: [u64; 7]) {
             let header = Header {
                 frame: Frame::from_code(kind).unwrap(), flags, len, channel: words[0], seq: words[1], key: words[2],
                 fingerprint: words[3], total: words[4], addr: words[5], cookie: words[6],
@@ -245,21 +183,6 @@ mod tests {
         fn any_bytes_decode_or_are_refused(bytes in prop::collection::vec(any::<u8>(), HEADER)) {
             let bytes: [u8; HEADER] = bytes.try_into().unwrap();
             let _ = Header::decode(&bytes);
-            let _ = Hello::decode(&bytes);
         }
-
-        #[test]
-        fn hellos_round_trip(from: u128, to: u128, token: [u8; 16], capacity: u64, proof: u64, pid: u32) {
-            let hello = Hello { from: HubId(from), to: HubId(to), token, capacity, proof, pid };
-            prop_assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
-        }
-    }
-
-    #[test]
-    fn tokens_compare() {
-        assert!(same_token(&[7; 16], &[7; 16]));
-        let mut other = [7; 16];
-        other[15] = 8;
-        assert!(!same_token(&[7; 16], &other));
     }
 }

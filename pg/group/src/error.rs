@@ -89,6 +89,40 @@ pub enum Error {
         /// This rank.
         rank: u32,
     },
+    /// The world didn't form: some ranks didn't come.
+    #[error(
+        "forming the group: no sign of rank{} {} within {after_ms} ms; {} of {size} came{} [group {group}, rank {rank}]",
+        if missing.len() == 1 { "" } else { "s" },
+        list(&missing.iter().map(at).collect::<Vec<_>>()),
+        *size as usize - missing.len().min(*size as usize),
+        refusals(refused)
+    )]
+    Absent {
+        /// Who didn't come, and the host where that is known.
+        missing: Vec<(u32, Option<String>)>,
+        /// Ranks that came and were refused, and why.
+        refused: Vec<String>,
+        /// The group's size.
+        size: u32,
+        /// The limit.
+        after_ms: u64,
+        /// The group's name.
+        group: String,
+        /// This rank.
+        rank: u32,
+    },
+    /// The job's coordinator can't be found or used, or says no.
+    #[error("{why} [group {group}, rank {rank}]")]
+    Rendezvous {
+        /// What kind of failure.
+        kind: Kind,
+        /// Why.
+        why: String,
+        /// The group's name.
+        group: String,
+        /// This rank.
+        rank: u32,
+    },
     /// A monitored barrier that not everybody passed.
     #[error("{} [group {group}, rank {rank}]", barrier_text(*rank, missing, *after_ms))]
     Barrier {
@@ -137,9 +171,20 @@ pub enum Error {
     Interrupted,
 }
 
-fn list(ranks: &[u32]) -> String {
+fn at((rank, host): &(u32, Option<String>)) -> String {
+    match host {
+        Some(host) => format!("{rank} on {host}"),
+        None => rank.to_string(),
+    }
+}
+
+fn refusals(refused: &[String]) -> String {
+    if refused.is_empty() { String::new() } else { format!("; refused meanwhile: {}", refused.join("; ")) }
+}
+
+fn list<T: ToString>(ranks: &[T]) -> String {
     const SHOWN: usize = 32;
-    let mut text = ranks.iter().take(SHOWN).map(u32::to_string).collect::<Vec<_>>().join(", ");
+    let mut text = ranks.iter().take(SHOWN).map(T::to_string).collect::<Vec<_>>().join(", ");
     if ranks.len() > SHOWN {
         text.push_str(&format!(" and {} more", ranks.len() - SHOWN));
     }
@@ -218,11 +263,15 @@ impl Error {
             },
             Error::NoDevices { .. } => Kind::Unsupported,
             Error::Devices(_) => Kind::Invalid,
-            Error::WaitTimeout { .. } | Error::Missing { .. } | Error::Barrier { .. } => Kind::Timeout,
+            Error::WaitTimeout { .. } | Error::Missing { .. } | Error::Absent { .. } | Error::Barrier { .. } => {
+                Kind::Timeout
+            }
+            Error::Rendezvous { kind, .. } => *kind,
             Error::Disagree { .. } => Kind::Mismatch,
             Error::Store { .. } => Kind::Store,
             Error::Hub(error) => match **error {
                 HubError::System { .. } | HubError::Port { .. } => Kind::Network,
+                HubError::Interfaces(_) => Kind::Invalid,
                 HubError::Forked | HubError::Closed | HubError::Duplicate { .. } => Kind::Aborted,
             },
             Error::Interrupted => Kind::Interrupted,

@@ -7,18 +7,19 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use podring_collective::{Collective, Kind as Op};
 use podring_fabric::error::Failure;
-use podring_fabric::hub::{Call, Callback, ChannelSpec, Keep, State, Ticket, Waited};
+use podring_fabric::hub::{Call, Callback, ChannelSpec, Hub, Keep, State, Ticket, Waited};
 use podring_ici::engine::Times;
 use podring_ici::pjrt::Buffer;
 use smallvec::SmallVec;
 
 use crate::engine::{Broken, DeviceCall, Engine, Opening, Operation};
 use crate::error::Error;
-use crate::membership::StoreMembership;
+use crate::membership::{Membership, StoreMembership};
+use crate::rendezvous::{News, Rendezvous};
 use crate::runtime::{Process, Runtime};
 use crate::store::Store;
 use crate::watchdog::Watched;
-use crate::world::{Forming, World, channel, form};
+use crate::world::{Forming, Standing, World, channel, form};
 
 /// How long an orderly end waits for what is under way.
 const LINGER: Duration = Duration::from_secs(5);
@@ -37,6 +38,8 @@ pub struct Config {
     pub timeout: Duration,
     /// A store of the group's own.
     pub store: Arc<dyn Store>,
+    /// What forms a default group; `None`: the store alone.
+    pub rendezvous: Option<Arc<dyn Rendezvous>>,
 }
 
 pub(crate) struct Inner {
@@ -46,7 +49,7 @@ pub(crate) struct Inner {
     pub(crate) size: u32,
     pub(crate) channel: u64,
     /// The default world this group stands for, forgotten with it.
-    world: Option<u128>,
+    world: Option<Standing>,
     timeout_ms: AtomicU64,
     /// The next collective's number. Held while posting, so that numbers and posts have one order.
     next: StdMutex<u64>,
@@ -69,9 +72,9 @@ impl ProcessGroup {
     /// Forms a group: returns when every member is known.
     ///
     /// Within a default group that podring formed, a group is a function of its members, and nobody is waited for.
-    pub fn form(runtime: &Runtime, config: Config, interrupted: impl FnMut() -> bool) -> Result<Self, Error> {
+    pub fn form(runtime: &Runtime, config: Config, mut interrupted: impl FnMut() -> bool) -> Result<Self, Error> {
         let process = runtime.0.clone();
-        let Config { rank, size, name, global_ranks, timeout, store } = config;
+        let Config { rank, size, name, global_ranks, timeout, store, rendezvous } = config;
         process.hub.check_fork()?;
         let epoch = {
             let mut epochs = process.epochs.lock();
@@ -80,26 +83,40 @@ impl ProcessGroup {
             *count - 1
         };
         let current = process.current.lock().get();
-        let within = global_ranks.as_ref().zip(current).filter(|(ranks, world)| {
+        let within = global_ranks.as_ref().zip(current).filter(|(ranks, standing)| {
+            let members = &standing.world.members;
             ranks.len() == size as usize
-                && ranks.iter().all(|&global| (global as usize) < world.members.len())
-                && ranks.get(rank as usize).is_some_and(|&me| world.members[me as usize] == *process.hub.address())
+                && ranks.iter().all(|&global| (global as usize) < members.len())
+                && ranks.get(rank as usize).is_some_and(|&me| members[me as usize] == *process.hub.address())
         });
-        let (world, stands_for) = match within {
-            Some((ranks, world)) => {
+        let (world, seat, stands_for) = match within {
+            Some((ranks, Standing { world, seat })) => {
                 let members = ranks.iter().map(|&global| world.members[global as usize].clone()).collect();
-                (Arc::new(World { members, ..(*world).clone() }), None)
+                (Arc::new(World { members, ..(*world).clone() }), seat, None)
             }
             None => {
                 let address = process.hub.address();
-                let forming = Forming { name: &name, epoch, rank, size, timeout, address };
-                let world = Arc::new(form(&*store, &forming, interrupted)?);
-                process.hub.trust(world.token);
+                let secret = process.hub.secret();
+                let forming = Forming { name: &name, epoch, rank, size, timeout, address, secret };
+                // A world of one needs nobody to tell it of the others.
+                let rendezvous = rendezvous.filter(|_| global_ranks.is_none() && size > 1);
+                let (world, seat) = match rendezvous {
+                    Some(rendezvous) => {
+                        let (world, seat) = rendezvous.join(&forming, &store, &mut interrupted)?;
+                        (Arc::new(world), Some(seat))
+                    }
+                    None => (Arc::new(form(&*store, &forming, interrupted)?), None),
+                };
+                process.hub.trust(world.job());
+                if let Some(seat) = &seat {
+                    seat.listen(Box::new(act_on(process.hub.clone(), world.clone())));
+                }
                 if global_ranks.is_none() {
-                    process.current.lock().set(world.clone());
-                    (world.clone(), Some(world.id))
+                    let standing = Standing { world: world.clone(), seat: seat.clone() };
+                    process.current.lock().set(standing.clone());
+                    (world, seat, Some(standing))
                 } else {
-                    (world, None)
+                    (world, seat, None)
                 }
             }
         };
@@ -122,7 +139,10 @@ impl ProcessGroup {
                 opened.inspect_err(|_| process.hub.close(id))?.map(|engine| (engine, StdMutex::new(0)))
             }
         };
-        let membership = Box::new(StoreMembership::new(store.clone(), id, epoch));
+        let membership: Box<dyn Membership> = match &seat {
+            Some(seat) => seat.membership(id, epoch),
+            None => Box::new(StoreMembership::new(store.clone(), id, epoch)),
+        };
         let watched = Arc::new(Watched { channel: id, membership, told: Mutex::new(size < 2) });
         process.watchdog.watch(&process.hub, &watched);
         Ok(ProcessGroup(Arc::new(Inner {
@@ -292,13 +312,11 @@ impl ProcessGroup {
         {
             std::thread::sleep(Duration::from_millis(1));
         }
-        if let Some(world) = inner.world {
-            inner.process.current.lock().clear(world);
-        }
         inner.process.hub.close(inner.channel);
         if let Some((engine, _)) = &inner.devices {
             engine.close();
         }
+        inner.leave();
     }
 }
 
@@ -310,11 +328,32 @@ impl Drop for Inner {
             return;
         }
         if !*self.closed.get_mut() {
-            if let Some(world) = self.world {
-                self.process.current.lock().clear(world);
-            }
             self.process.hub.close(self.channel);
+            self.leave();
         }
+    }
+}
+
+impl Inner {
+    /// Gives up the world that this group stands for.
+    fn leave(&self) {
+        let Some(Standing { world, seat }) = &self.world else { return };
+        self.process.current.lock().clear(world.id);
+        if let Some(seat) = seat {
+            seat.leave();
+        }
+    }
+}
+
+/// What is done about news of a world.
+fn act_on(hub: Hub, world: Arc<World>) -> impl Fn(News) + Send + Sync {
+    move |news| match news {
+        News::Lost { rank, how } => {
+            if let Some(member) = world.members.get(rank as usize) {
+                hub.lose(member.hub, how);
+            }
+        }
+        News::Failed { channel, failure } => hub.fail(channel, failure),
     }
 }
 

@@ -53,8 +53,8 @@ impl Runtime {
         })))
     }
 
-    /// The process's, started if need be with what the environment says.
-    pub fn global() -> Result<Runtime, Error> {
+    /// The process's, started if need be with these settings.
+    pub fn global(settings: impl Fn() -> Result<hub::Config, Error>) -> Result<Runtime, Error> {
         loop {
             if let Some(runtime) = Self::existing() {
                 return Ok(runtime);
@@ -67,8 +67,7 @@ impl Runtime {
             if MAKING.compare_exchange(mark, generation, Ordering::AcqRel, Ordering::Acquire).is_err() {
                 continue;
             }
-            let config = hub::Config::from_lookup(|name| std::env::var(name).ok()).map_err(Error::from);
-            let made = config.and_then(Runtime::start);
+            let made = settings().and_then(Runtime::start);
             if let Ok(runtime) = &made {
                 GLOBAL.store(Box::into_raw(Box::new(runtime.clone())), Ordering::Release);
             }

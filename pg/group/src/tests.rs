@@ -28,6 +28,7 @@ fn run<R: Send>(
                         global_ranks: None,
                         timeout,
                         store: Arc::new(store),
+                        rendezvous: None,
                     };
                     let runtime = Runtime::start(config).unwrap();
                     let group = ProcessGroup::form(&runtime, form, || false).unwrap();
@@ -52,6 +53,30 @@ fn staged(_: u32) -> hub::Config {
 
 fn two_hosts(rank: u32) -> hub::Config {
     hub::Config { host: Some(format!("host{}", rank % 2)), ..hub::Config::default() }
+}
+
+#[test]
+fn a_secret_from_outside_opens_links_on_every_road() {
+    use podring_fabric::handshake::Secret;
+    let secret = Some(Secret::new([1; 32]));
+    run(3, |rank| hub::Config { secret: secret.clone(), ..two_hosts(rank / 2) }, LONG, sums);
+}
+
+#[test]
+fn another_token_is_named_on_every_rank() {
+    use podring_fabric::handshake::Secret;
+    for config in [local, two_hosts] {
+        let secret = |rank| Some(Secret::new([rank as u8; 32]));
+        let config = |rank| hub::Config { secret: secret(rank), ..config(rank) };
+        let errors = run(2, config, Duration::from_secs(20), |group| {
+            let mut data = vec![0.0f32; 4];
+            finish(group, all_reduce(&mut data)).unwrap_err()
+        });
+        for error in errors {
+            assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+            assert!(error.to_string().contains("PODRING_TOKEN_FILE"), "{error}");
+        }
+    }
 }
 
 const LONG: Duration = Duration::from_secs(60);
@@ -185,6 +210,89 @@ fn direct_messages_match_by_peer_and_tag() {
             assert_eq!(into, [vec![to as i32; count], vec![to as i32 + 10; count]]);
         }
     });
+}
+
+/// One rank runs far ahead: it sends what nobody has asked for yet, then everybody does something else together. What is
+/// held for it stays within bounds, nothing stops, and nothing is lost.
+fn ahead(group: &ProcessGroup) {
+    const MESSAGES: u32 = 3000;
+    const COUNT: usize = 2048;
+    let call = |kind, data: &mut [i32]| match kind {
+        Op::Send { .. } => one(kind, DType::I32, None, Blocks::whole(tensor(data)), Blocks::none()),
+        _ => one(kind, DType::I32, None, Blocks::none(), Blocks::whole(tensor(data))),
+    };
+    let mut buffers: Vec<Vec<i32>> =
+        (0..MESSAGES).map(|number| if number % 7 == 0 { Vec::new() } else { vec![number as i32; COUNT] }).collect();
+    let mut data = vec![1.0f32; 100];
+    if group.rank() == 0 {
+        let works: Vec<Work> = (0..MESSAGES)
+            .map(|tag| {
+                group.post(call(Op::Send { to: 1, tag }, &mut buffers[tag as usize]), None, None, false).unwrap()
+            })
+            .collect();
+        finish(group, all_reduce(&mut data)).unwrap();
+        for work in works {
+            work.wait(None, || false).unwrap();
+        }
+    } else {
+        let bound = 4 << 20;
+        let mut most = 0;
+        let end = Instant::now() + LONG;
+        while most < bound / 2 {
+            most = most.max(group.0.process.hub.early());
+            assert!(Instant::now() < end, "{most}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        finish(group, all_reduce(&mut data)).unwrap();
+        assert!(group.0.process.hub.early() <= bound);
+        // Half of them in the other order.
+        let order = (0..MESSAGES / 2).rev().chain(MESSAGES / 2..MESSAGES);
+        for tag in order {
+            let buffer = &mut buffers[tag as usize];
+            buffer.fill(-1);
+            finish(group, call(Op::Recv { from: Some(0), tag }, buffer)).unwrap();
+            assert!(buffer.iter().all(|&value| value == tag as i32), "message {tag}");
+        }
+        assert_eq!(group.0.process.hub.early(), 0);
+    }
+    assert_eq!(data, vec![2.0; 100]);
+    // The way is open again.
+    for _ in 0..5000 {
+        finish(group, all_reduce(&mut data[..1])).unwrap();
+    }
+}
+
+#[test]
+fn what_is_sent_far_ahead_is_held_within_bounds() {
+    for config in [local, staged, two_hosts] {
+        run(2, config, LONG, ahead);
+    }
+}
+
+/// The same in collectives: the root of broadcasts doesn't wait for anybody.
+#[test]
+fn a_root_far_ahead_is_held_within_bounds() {
+    for config in [local, staged, two_hosts] {
+        run(3, config, LONG, |group| {
+            const CALLS: usize = 4000;
+            let mut buffers = vec![vec![group.rank() as u8; 4000]; CALLS];
+            if group.rank() != 0 {
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            let mut works = Vec::new();
+            for buffer in &mut buffers {
+                let t = tensor(buffer);
+                let call = one(Op::Broadcast { root: 0 }, DType::U8, None, Blocks::whole(t.clone()), Blocks::whole(t));
+                works.push(group.post(call, None, None, false).unwrap());
+                assert!(group.0.process.hub.early() <= 2 * (4 << 20));
+            }
+            for work in works {
+                work.wait(None, || false).unwrap();
+            }
+            assert!(buffers.iter().flatten().all(|&value| value == 0));
+        });
+    }
 }
 
 #[test]

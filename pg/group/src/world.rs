@@ -3,22 +3,26 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use podring_fabric::handshake::{Job, MAC, Secret};
 use podring_fabric::hub::Address;
 use serde::{Deserialize, Serialize};
 
+use podring_fabric::error::HubError;
+
 use crate::error::Error;
+use crate::rendezvous::Seat;
 use crate::store::{Store, StoreError};
 
 /// Version of the published record.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// The members of a job, as they found each other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct World {
     /// Tells this world from every other.
     pub id: u128,
-    /// The job's secret, made by rank 0; as private as the store it travels in.
-    pub token: [u8; 16],
+    /// What its processes prove themselves to each other with.
+    pub secret: Secret,
     /// Where each rank is to be found.
     pub members: Vec<Address>,
 }
@@ -30,8 +34,8 @@ struct Record {
     rank: u32,
     size: u32,
     address: Address,
-    /// Rank 0's alone.
-    world: Option<(u128, [u8; 16])>,
+    /// Rank 0's alone: the world's id, and its secret unless there is one from outside.
+    world: Option<(u128, Option<[u8; MAC]>)>,
 }
 
 /// What forming needs to know.
@@ -48,6 +52,18 @@ pub struct Forming<'a> {
     pub timeout: Duration,
     /// This process.
     pub address: &'a Address,
+    /// The job's secret, from outside.
+    pub secret: Option<&'a Secret>,
+}
+
+/// The secret of one world: made of the one from outside, or else the one that rank 0 published, which is then as private
+/// as the store it travels in. `None` if this rank has one from outside and rank 0 has none, or the other way round.
+fn secret(outside: Option<&Secret>, published: Option<[u8; MAC]>, world: u128) -> Option<Secret> {
+    match (outside, published) {
+        (Some(outside), None) => Some(outside.for_job(world)),
+        (None, Some(published)) => Some(Secret::new(published)),
+        _ => None,
+    }
 }
 
 fn random() -> [u8; 16] {
@@ -71,9 +87,13 @@ const READING: std::ops::Range<Duration> = Duration::from_millis(50)..Duration::
 /// A restarted job may find its predecessor's records in the store. So each rank also says which members it has found,
 /// and a world stands when all of them have said the same: a dead process says nothing of living ones.
 pub fn form(store: &dyn Store, forming: &Forming, interrupted: impl FnMut() -> bool) -> Result<World, Error> {
-    let Forming { epoch, rank, size, address, .. } = *forming;
+    let Forming { epoch, rank, size, address, secret, .. } = *forming;
     let key = |rank: u32| format!("podring/{epoch}/{rank}");
-    let world = (rank == 0).then(|| (u128::from_le_bytes(random()), random()));
+    let world = match (rank, secret) {
+        (0, None) => Some((u128::from_le_bytes(random()), Some(Secret::fresh().map_err(HubError::from)?.reveal()))),
+        (0, Some(_)) => Some((u128::from_le_bytes(random()), None)),
+        _ => None,
+    };
     let record = Record { version: VERSION, rank, size, address: address.clone(), world };
     let mut visit = Visit { store, forming, start: Instant::now(), asked: Instant::now(), interrupted };
     let text = serde_json::to_vec(&record)
@@ -184,15 +204,27 @@ impl<I: FnMut() -> bool> Visit<'_, I> {
             found = found.or(record.world);
             members.push(record.address);
         }
-        let Some((id, token)) = found else {
+        let Some((id, published)) = found else {
             let why = "rank 0 named no world".to_owned();
             return Err(self.failed(StoreError { call: "get", key: keys[0].clone(), why }));
         };
-        Ok(World { id, token, members })
+        let Some(secret) = secret(self.forming.secret, published, id) else {
+            let (set, unset) = ("set".to_owned(), "not set".to_owned());
+            let (mine, theirs) = if published.is_some() { (set, unset) } else { (unset, set) };
+            let what = "PODRING_TOKEN_FILE";
+            return Err(Error::Disagree { what, mine, theirs, other: 0, group: name.to_owned(), rank });
+        };
+        Ok(World { id, secret, members })
     }
 }
 
 impl World {
+    /// The same, as the hub wants it.
+    pub fn job(&self) -> Job {
+        let members = self.members.iter().map(|member| member.hub).collect();
+        Job { id: self.id, secret: self.secret.clone(), members }
+    }
+
     /// Tells apart worlds of the same rank 0 with other members: its id, and FNV-1a over the members' hubs.
     fn digest(&self) -> String {
         let hash = fnv(self.members.iter().flat_map(|member| member.hub.0.to_le_bytes()));
@@ -209,22 +241,29 @@ pub fn channel(world: u128, name: &str, epoch: u64) -> u64 {
     fnv(world.to_le_bytes().into_iter().chain(epoch.to_le_bytes()).chain(name.bytes()))
 }
 
+/// A default world, and this rank's place in it, if a [`crate::Rendezvous`] formed it.
+#[derive(Clone)]
+pub(crate) struct Standing {
+    pub world: Arc<World>,
+    pub seat: Option<Arc<dyn Seat>>,
+}
+
 /// The current default world of the process, for groups made within it.
 #[derive(Default)]
-pub(crate) struct Current(Option<Arc<World>>);
+pub(crate) struct Current(Option<Standing>);
 
 impl Current {
-    pub fn set(&mut self, world: Arc<World>) {
-        self.0 = Some(world);
+    pub fn set(&mut self, standing: Standing) {
+        self.0 = Some(standing);
     }
 
-    pub fn get(&self) -> Option<Arc<World>> {
+    pub fn get(&self) -> Option<Standing> {
         self.0.clone()
     }
 
     /// Forgets a world that is being destroyed.
     pub fn clear(&mut self, id: u128) {
-        if self.0.as_ref().is_some_and(|world| world.id == id) {
+        if self.0.as_ref().is_some_and(|standing| standing.world.id == id) {
             self.0 = None;
         }
     }
@@ -243,7 +282,37 @@ mod tests {
 
     fn join(store: &MemoryStore, rank: u32, size: u32, timeout_ms: u64) -> Result<World, Error> {
         let (address, timeout) = (address(rank), Duration::from_millis(timeout_ms));
-        form(store, &Forming { name: "g", epoch: 0, rank, size, timeout, address: &address }, || false)
+        let forming = Forming { name: "g", epoch: 0, rank, size, timeout, address: &address, secret: None };
+        form(store, &forming, || false)
+    }
+
+    #[test]
+    fn a_secret_from_outside_stays_out_of_the_store() {
+        let (outside, other) = (Secret::new([1; MAC]), Secret::new([2; MAC]));
+        let form = |store: &MemoryStore, secret: Option<&Secret>, rank, size| {
+            let (address, timeout) = (address(rank), Duration::from_millis(100));
+            form(store, &Forming { name: "g", epoch: 0, rank, size, timeout, address: &address, secret }, || false)
+        };
+        let store = MemoryStore::default();
+        let mine = form(&store, Some(&outside), 0, 1).unwrap();
+        assert_eq!(mine.secret, outside.for_job(mine.id));
+        assert_ne!(mine.secret, other.for_job(mine.id));
+        let record: Record = serde_json::from_slice(&store.get("podring/0/0").unwrap()).unwrap();
+        assert_eq!(record.world, Some((mine.id, None)));
+        // Without one, rank 0 makes one, and another for each world.
+        let (first, second) = (MemoryStore::default(), MemoryStore::default());
+        let secrets = [&first, &second].map(|store| form(store, None, 0, 1).unwrap().secret);
+        assert_ne!(secrets[0], secrets[1]);
+        // Ranks that differ in whether they have one are told.
+        for (zero, one, text) in [
+            (Some(&outside), None, "rank 1 has PODRING_TOKEN_FILE not set, but rank 0 has set"),
+            (None, Some(&outside), "rank 1 has PODRING_TOKEN_FILE set, but rank 0 has not set"),
+        ] {
+            let store = MemoryStore::default();
+            let _ = form(&store, zero, 0, 2).unwrap_err();
+            let error = form(&store, one, 1, 2).unwrap_err().to_string();
+            assert!(error.contains(text), "{error}");
+        }
     }
 
     #[test]
@@ -277,7 +346,15 @@ mod tests {
                             std::thread::sleep(Duration::from_millis(120 * u64::from(rank)));
                             let address = address(first + rank);
                             let timeout = Duration::from_secs(10);
-                            let forming = Forming { name: "g", epoch: 0, rank, size: 3, timeout, address: &address };
+                            let forming = Forming {
+                                name: "g",
+                                epoch: 0,
+                                rank,
+                                size: 3,
+                                timeout,
+                                address: &address,
+                                secret: None,
+                            };
                             form(store, &forming, || false).unwrap()
                         })
                     })
@@ -301,7 +378,7 @@ mod tests {
         });
         let address = address(10);
         let timeout = Duration::from_millis(50);
-        let forming = Forming { name: "g", epoch: 0, rank: 0, size: 2, timeout, address: &address };
+        let forming = Forming { name: "g", epoch: 0, rank: 0, size: 2, timeout, address: &address, secret: None };
         let error = form(&store, &forming, || false).unwrap_err();
         assert!(matches!(&error, Error::Missing { missing, .. } if missing == &[1]), "{error}");
     }

@@ -56,6 +56,7 @@ fn nothing_is_allocated_per_collective() {
                     global_ranks: None,
                     timeout: Duration::from_secs(60),
                     store: Arc::new(store),
+                    rendezvous: None,
                 };
                 let group = ProcessGroup::form(&runtime, config, || false).unwrap();
                 let mut tensors = [vec![1.0f32; 2], vec![1.0; 10_000], vec![1.0; 300_000]];

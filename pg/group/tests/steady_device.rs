@@ -67,6 +67,7 @@ fn nothing_is_allocated_per_collective() {
                     global_ranks: None,
                     timeout: Duration::from_secs(60),
                     store: Arc::new(store),
+                    rendezvous: None,
                 };
                 let group = ProcessGroup::form(&runtime, config, || false).unwrap();
                 let device = machine.client().devices()[rank as usize];

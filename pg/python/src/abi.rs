@@ -13,6 +13,9 @@ use podring_collective::{Blocks, Collective, DType, Kind as Op, Layout, Part, Re
 use podring_group::{Config, Error, Keep, Kind, ProcessGroup, Runtime, State, Store, StoreError, Work};
 use smallvec::SmallVec;
 
+use crate::settings;
+use crate::store_abi::{self, Kv};
+
 /// PODRING_ABI.
 pub const ABI: u32 = 1;
 /// PODRING_CAPSULE.
@@ -26,12 +29,12 @@ const NO_REDUCTION: u8 = 255;
 const WHY: usize = 1024;
 
 #[repr(C)]
-struct RawError {
+pub(crate) struct RawError {
     status: i32,
     message: *mut c_char,
 }
 
-type Interrupted = Option<unsafe extern "C" fn(*mut c_void) -> i32>;
+pub(crate) type Interrupted = Option<unsafe extern "C" fn(*mut c_void) -> i32>;
 type Sink = unsafe extern "C" fn(*mut c_void, *const u8, usize);
 
 #[repr(C)]
@@ -96,7 +99,7 @@ struct RawCollective {
 
 /// The table. Its address goes into the capsule.
 #[repr(C)]
-pub struct Core {
+pub(crate) struct Core {
     abi: u32,
     size: u32,
     version: *const c_char,
@@ -132,13 +135,18 @@ pub struct Core {
     drain: unsafe extern "C" fn(i64) -> i32,
     group_memory:
         unsafe extern "C" fn(*mut ProcessGroup, unsafe extern "C" fn(*mut c_void, *const c_char, u64), *mut c_void),
+    kv_open: unsafe extern "C" fn(*const store_abi::RawConfig, *mut *mut Kv, *mut RawError) -> i32,
+    kv_clone: unsafe extern "C" fn(*const Kv) -> *mut Kv,
+    kv_free: unsafe extern "C" fn(*mut Kv),
+    kv_info: unsafe extern "C" fn(*const Kv, *mut store_abi::RawInfo),
+    kv_call: unsafe extern "C" fn(*const Kv, *const store_abi::RawCall, *mut i64, *mut RawError) -> i32,
 }
 
 // SAFETY: function pointers and a pointer to a static string.
 unsafe impl Sync for Core {}
 
 /// The one table of the process.
-pub static CORE: Core = Core {
+pub(crate) static CORE: Core = Core {
     abi: ABI,
     size: size_of::<Core>() as u32,
     version: concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast(),
@@ -165,9 +173,14 @@ pub static CORE: Core = Core {
     work_free,
     drain,
     group_memory,
+    kv_open: store_abi::open,
+    kv_clone: store_abi::clone,
+    kv_free: store_abi::free,
+    kv_info: store_abi::info,
+    kv_call: store_abi::call,
 };
 
-fn write_error(out: *mut RawError, status: i32, message: &str) -> i32 {
+pub(crate) fn write_error(out: *mut RawError, status: i32, message: &str) -> i32 {
     let clean: Vec<u8> = message.bytes().filter(|&byte| byte != 0).collect();
     let text = CString::new(clean).unwrap_or_default();
     if !out.is_null() {
@@ -184,11 +197,16 @@ fn panicked(panic: &(dyn Any + Send)) -> String {
 
 /// Runs `act`; its error, or its panic, becomes a status and a text.
 fn guarded(error: *mut RawError, act: impl FnOnce() -> Result<(), Error>) -> i32 {
-    match catch_unwind(AssertUnwindSafe(act)) {
-        Ok(Ok(())) => 0,
-        Ok(Err(failed)) => write_error(error, failed.kind() as i32, &failed.to_string()),
-        Err(panic) => write_error(error, Kind::Internal as i32, &panicked(&*panic)),
-    }
+    shielded(error, || match act() {
+        Ok(()) => 0,
+        Err(failed) => write_error(error, failed.kind() as i32, &failed.to_string()),
+    })
+}
+
+/// Runs `act`, which gives a status; its panic becomes one.
+pub(crate) fn shielded(error: *mut RawError, act: impl FnOnce() -> i32) -> i32 {
+    catch_unwind(AssertUnwindSafe(act))
+        .unwrap_or_else(|panic| write_error(error, Kind::Internal as i32, &panicked(&*panic)))
 }
 
 /// Runs `act`; a panic gives `otherwise`.
@@ -301,7 +319,12 @@ fn duration(ms: i64) -> Duration {
     Duration::from_millis(u64::try_from(ms).unwrap_or(0))
 }
 
-fn text(pointer: *const c_char) -> String {
+/// `None` for null and for nothing.
+pub(crate) fn optional_text(pointer: *const c_char) -> Option<String> {
+    Some(text(pointer)).filter(|text| !text.is_empty())
+}
+
+pub(crate) fn text(pointer: *const c_char) -> String {
     if pointer.is_null() {
         return String::new();
     }
@@ -325,8 +348,11 @@ unsafe extern "C" fn group_create(raw: *const RawConfig, out: *mut *mut ProcessG
             global_ranks,
             timeout: duration(raw.timeout_ms),
             store,
+            // Only the default group needs one: others are functions of its members.
+            rendezvous: if raw.global_ranks.is_null() { crate::rendezvous::road()? } else { None },
         };
-        let group = ProcessGroup::form(&Runtime::global()?, config, asks(raw.interrupted, raw.interrupted_ctx))?;
+        let group =
+            ProcessGroup::form(&Runtime::global(settings::hub)?, config, asks(raw.interrupted, raw.interrupted_ctx))?;
         // SAFETY: the caller's place for the handle.
         unsafe { out.write(Box::into_raw(Box::new(group))) };
         Ok(())

@@ -5,6 +5,9 @@ use std::ffi::OsString;
 use pyo3::prelude::*;
 
 mod abi;
+mod rendezvous;
+mod settings;
+mod store_abi;
 mod topology;
 
 /// Runs the `podring` command line; `args` includes the program name. Returns the exit code.

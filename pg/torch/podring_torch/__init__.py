@@ -9,9 +9,18 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Protocol, cast
 
-from torch._C._distributed_c10d import Backend, _DistributedBackendOptions
+from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
 
 _PREFIX = "_face_"
+
+
+class RendezvousStore(Store):
+    """The compiled module's ``Store``, for type checkers: the coordinator's key-value store."""
+
+    host: str
+    port: int
+    instance: int
+    serves: bool
 
 
 class Face(Protocol):
@@ -24,6 +33,23 @@ class Face(Protocol):
     ) -> Backend: ...
 
     def drain(self, timeout: float) -> bool: ...
+
+    def store(
+        self,
+        *,
+        host: str,
+        port: int,
+        timeout: float,
+        serve: int,
+        insecure: bool,
+        token: str,
+        token_file: str,
+        tls_ca: str,
+        tls_cert: str,
+        tls_key: str,
+        server_name: str,
+        state_dir: str,
+    ) -> RendezvousStore: ...
 
 
 def minors() -> list[str]:

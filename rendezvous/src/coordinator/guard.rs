@@ -9,12 +9,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use podring_fork::Marked;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::futures::OwnedNotified;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Instant, Sleep};
 use tonic::transport::server::Connected;
+
+use super::stream::Caller;
+use crate::frame::MAGIC;
 
 /// A switch that many can wait for, used once.
 #[derive(Clone, Default)]
@@ -45,6 +49,8 @@ impl Stop {
 
 /// An accepted connection.
 pub(crate) struct Guarded {
+    /// Before the stream, which closes the descriptor.
+    _mark: Marked,
     stream: TcpStream,
     _permit: OwnedSemaphorePermit,
     stop: Stop,
@@ -59,7 +65,16 @@ impl Guarded {
     fn new(stream: TcpStream, permit: OwnedSemaphorePermit, stop: &Stop, idle: Duration) -> Self {
         let (stopped, now) = (stop.listen(), Instant::now());
         let alarm = Box::pin(tokio::time::sleep_until(now + idle));
-        Guarded { stream, _permit: permit, stop: stop.clone(), stopped, idle, read_at: now, alarm }
+        Guarded {
+            _mark: Marked::new(&stream),
+            stream,
+            _permit: permit,
+            stop: stop.clone(),
+            stopped,
+            idle,
+            read_at: now,
+            alarm,
+        }
     }
 }
 
@@ -119,18 +134,50 @@ impl Connected for Guarded {
     }
 }
 
+/// Where connections go.
+#[derive(Clone)]
+pub(crate) struct Doors {
+    pub(crate) stop: Stop,
+    pub(crate) idle: Duration,
+    /// gRPC.
+    pub(crate) calls: mpsc::Sender<io::Result<Guarded>>,
+    /// Store streams, where there is no TLS.
+    pub(crate) streams: Option<mpsc::UnboundedSender<Caller>>,
+}
+
+impl Doors {
+    /// Sends a connection on by its first byte.
+    async fn admit(self, stream: TcpStream, seat: OwnedSemaphorePermit) {
+        let guarded = |stream, seat| Ok(Guarded::new(stream, seat, &self.stop, self.idle));
+        let Some(streams) = &self.streams else {
+            let _ = self.calls.send(guarded(stream, seat)).await;
+            return;
+        };
+        let mark = Marked::new(&stream);
+        let mut first = [0];
+        let first = tokio::select! {
+            // One that says nothing is given up.
+            peeked = tokio::time::timeout(self.idle, stream.peek(&mut first)) => match peeked {
+                Ok(Ok(1)) => first[0],
+                _ => return,
+            },
+            () = self.stop.wait() => return,
+        };
+        drop(mark);
+        if first != MAGIC[0] {
+            let _ = self.calls.send(guarded(stream, seat)).await;
+        } else if let Ok(stream) = stream.into_std() {
+            let _ = streams.send(Caller { stream, seat });
+        }
+    }
+}
+
 /// Accepts until stopped. Out of descriptors is a pause, not an end.
-pub(crate) async fn accept(
-    listener: TcpListener,
-    seats: Arc<Semaphore>,
-    stop: Stop,
-    idle: Duration,
-    out: mpsc::Sender<io::Result<Guarded>>,
-) {
+pub(crate) async fn accept((_mark, listener): (Marked, TcpListener), seats: Arc<Semaphore>, doors: Doors) {
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            () = stop.wait() => return,
+            () = doors.stop.wait() => return,
         };
         match accepted {
             Ok((stream, peer)) => {
@@ -139,9 +186,7 @@ pub(crate) async fn accept(
                     continue;
                 };
                 let _ = stream.set_nodelay(true);
-                if out.send(Ok(Guarded::new(stream, permit, &stop, idle))).await.is_err() {
-                    return;
-                }
+                tokio::spawn(doors.clone().admit(stream, permit));
             }
             Err(error) => {
                 tracing::warn!(%error, "accept");

@@ -2,14 +2,18 @@
 
 mod guard;
 mod journal;
+mod resident;
 mod service;
 mod state;
+pub(crate) mod stream;
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
+use podring_fork::Marked;
 use podring_proto::rendezvous_server::RendezvousServer;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
@@ -18,14 +22,19 @@ use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Certificate, Identity, Server, ServerTlsConfig};
 
 use crate::decide::keyvalue::{self, KeyValue};
-use crate::decide::roster::{self, Roster};
+use crate::decide::roster::{self, AgentId, Roster};
 use crate::runtime;
 use crate::secret::{BadCredential, Tls, Token};
-use guard::Stop;
+use guard::{Doors, Stop};
 pub use journal::BadState;
 use journal::Journal;
+pub(crate) use resident::Resident;
 use service::Service;
 use state::Shared;
+use stream::Calls;
+
+/// Connections that wait to be accepted. The system's own limit holds too.
+const BACKLOG: i32 = 4096;
 
 /// How a coordinator is to be.
 #[derive(Clone, Debug)]
@@ -77,6 +86,8 @@ pub enum StartError {
     Bind {
         /// The address.
         address: SocketAddr,
+        /// Whether somebody else listens there.
+        taken: bool,
         /// The system's words.
         why: String,
     },
@@ -109,6 +120,7 @@ pub struct Coordinator {
     shared: Arc<Shared>,
     stop: Stop,
     tasks: Vec<JoinHandle<()>>,
+    streams: Option<thread::JoinHandle<()>>,
 }
 
 impl Coordinator {
@@ -127,7 +139,7 @@ impl Coordinator {
             None => (None, instance, 0),
         };
         let roster = Roster::new(config.roster, config.silence, epoch);
-        let shared = Shared::new(instance, config.silence, roster, store, journal);
+        let shared = Shared::new(instance, config.silence, config.message_bytes, roster, store, journal);
 
         // Healthy peers answer a ping every half silence; twice the silence with none is a dead connection, or one
         // that never spoke our protocol.
@@ -151,17 +163,32 @@ impl Coordinator {
         let (mut addresses, mut tasks) = (Vec::new(), Vec::new());
         let mut listeners = Vec::new();
         for address in &config.bind {
-            let bind = |error: std::io::Error| StartError::Bind { address: *address, why: error.to_string() };
+            let bind = |error: std::io::Error| {
+                let taken = error.kind() == std::io::ErrorKind::AddrInUse;
+                StartError::Bind { address: *address, taken, why: error.to_string() }
+            };
             let listener = TcpListener::bind(address).map_err(bind)?;
             listener.set_nonblocking(true).map_err(bind)?;
+            // The usual queue, of 128, overflows when all hosts of a large job come at once; each that it drops tries
+            // again a second later, then two, then four.
+            rustix::net::listen(&listener, BACKLOG).map_err(|error| bind(error.into()))?;
             addresses.push(listener.local_addr().map_err(bind)?);
             listeners.push(tokio::net::TcpListener::from_std(listener).map_err(bind)?);
         }
+        // What a TLS library would have to be asked for first goes the long way.
+        let streams = if config.tls.is_none() {
+            let calls = Calls::new(Arc::clone(&shared), config.token.clone());
+            Some(calls.start(&addresses, Arc::clone(&seats), stop.clone()).map_err(system("store thread"))?)
+        } else {
+            None
+        };
+        let (callers, streams) = streams.map(|streams| (streams.callers, streams.thread)).unzip();
+        let doors = Doors { stop: stop.clone(), idle: 2 * config.silence, calls: tx, streams: callers };
         for listener in listeners {
-            let accept = guard::accept(listener, Arc::clone(&seats), stop.clone(), 2 * config.silence, tx.clone());
-            tasks.push(handle.spawn(accept));
+            let listener = (Marked::new(&listener), listener);
+            tasks.push(handle.spawn(guard::accept(listener, Arc::clone(&seats), doors.clone())));
         }
-        drop(tx);
+        drop(doors);
         let service = RendezvousServer::new(Service(Arc::clone(&shared)))
             .max_decoding_message_size(config.message_bytes)
             .max_encoding_message_size(config.message_bytes);
@@ -174,7 +201,7 @@ impl Coordinator {
             }
         }));
         tasks.push(handle.spawn(Arc::clone(&shared).tick()));
-        Ok(Coordinator { addresses, instance, shared, stop, tasks })
+        Ok(Coordinator { addresses, instance, shared, stop, tasks, streams })
     }
 
     /// Where it listens, in the order of [`Config::bind`].
@@ -187,6 +214,22 @@ impl Coordinator {
         self.instance
     }
 
+    /// A place for the agent of this very process, with no connection between.
+    pub(crate) fn resident(&self, agent: AgentId) -> Resident {
+        Resident { shared: Arc::clone(&self.shared), agent }
+    }
+
+    /// Tells every agent that the coordinator ends in order, and waits until they have left, for at most `limit`.
+    pub(crate) fn close(self, limit: Duration) {
+        let end = std::time::Instant::now() + limit;
+        let left = |state: &mut state::State, _| state.lines.is_empty();
+        self.shared.with(|state, _| state.close());
+        while !self.shared.with(left) && std::time::Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.stop();
+    }
+
     /// Closes all connections and the port.
     pub fn stop(mut self) {
         self.end();
@@ -195,6 +238,9 @@ impl Coordinator {
             for task in self.tasks.drain(..) {
                 let _ = handle.block_on(async { tokio::time::timeout(Duration::from_secs(1), task).await });
             }
+        }
+        if let Some(streams) = self.streams.take() {
+            let _ = streams.join();
         }
     }
 

@@ -12,11 +12,11 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Request, Response, Status, Streaming};
 
-use super::state::{EVENTS, Line, Shared};
+use super::state::{EVENTS, Shared};
 use crate::decide::barrier::Arrival;
 use crate::decide::invalid;
 use crate::decide::keyvalue::{KeyValue, Outcome, Want};
-use crate::decide::roster::AgentId;
+use crate::decide::roster::{AgentId, Event};
 use crate::refusal::Refusal;
 use crate::secret::Token;
 use crate::wire::{self, status};
@@ -31,10 +31,7 @@ pub(super) fn admit(request: Request<()>, token: Option<&Token>) -> Result<Reque
         }
     }
     let yours = metadata.get(wire::VERSION_KEY).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let major = |version: &str| version.split('.').next().and_then(|major| major.parse::<u32>().ok());
-    if major(yours).is_none() || major(yours) != major(wire::VERSION) {
-        return Err(status(&Refusal::Version { yours: yours.to_owned(), ours: wire::VERSION.to_owned() }));
-    }
+    wire::compatible(yours).map_err(|refusal| status(&refusal))?;
     Ok(request)
 }
 
@@ -48,11 +45,7 @@ impl Service {
     }
 
     fn same(&self, yours: u64) -> Result<(), Status> {
-        let current = self.0.instance;
-        if yours != 0 && yours != current {
-            return Err(status(&Refusal::StoreLost { yours, current }));
-        }
-        Ok(())
+        self.0.same(yours).map_err(|refusal| status(&refusal))
     }
 
     async fn keys(&self, instance: u64, keys: Vec<String>, want: Want, ms: u32) -> Result<Vec<Vec<u8>>, Status> {
@@ -72,42 +65,12 @@ impl Service {
     }
 
     /// Announces, and gives the agent a stream if it hasn't one.
-    fn announce(
-        &self,
-        announce: pb::Announce,
-        line: Option<mpsc::Sender<crate::decide::roster::Event>>,
-    ) -> Result<(AgentId, u64), Refusal> {
+    fn announce(&self, announce: pb::Announce, line: Option<mpsc::Sender<Event>>) -> Result<(AgentId, u64), Refusal> {
         let announcement = wire::announcement(announce)?;
         let agent = announcement.agent;
-        self.0.with(|state, now| {
-            if line.is_none() && !state.lines.contains_key(&agent) {
-                return Err(Refusal::UnknownSession);
-            }
-            let before = state.roster.epoch();
-            let outbox = state.roster.announce(now, announcement)?;
-            let serial = match line {
-                Some(events) => {
-                    state.next_line += 1;
-                    state.lines.insert(agent, Line { serial: state.next_line, events });
-                    state.next_line
-                }
-                None => 0,
-            };
-            let gone = outbox.iter().find_map(|(_, event)| match event {
-                crate::decide::roster::Event::Lost(lost) => Some(Arc::clone(lost)),
-                _ => None,
-            });
-            state.deliver(outbox);
-            if let Some(lost) = gone {
-                state.gone(&lost);
-            }
-            let current = state.roster.epoch();
-            if current != before {
-                tracing::info!(epoch = current, "formed");
-                state.barriers.superseded(current);
-            }
-            Ok((agent, serial))
-        })
+        let line = line.map(|events| Box::new(move |event| events.try_send(event).is_ok()) as _);
+        let serial = self.0.with(|state, now| state.announce(now, announcement, line))?;
+        Ok((agent, serial))
     }
 
     /// Follows an agent's stream to its end.
@@ -123,13 +86,14 @@ impl Service {
                 Ok(Some(pb::JoinRequest { what: Some(What::Leave(_)) })) => {
                     self.0.with(|state, _| {
                         if state.lines.get(&agent).is_some_and(|line| line.serial == serial) {
-                            state.lines.remove(&agent);
-                            if let Some(lost) = state.roster.leave(agent) {
-                                state.gone(&lost);
-                            }
+                            state.leave(agent);
                         }
                     });
                     return;
+                }
+                Ok(Some(pb::JoinRequest { what: Some(What::Part(pb::Part { ranks, how })) })) => {
+                    let how = Some(how.as_str()).filter(|how| !how.is_empty());
+                    self.0.with(|state, _| state.part(agent, &ranks, how));
                 }
                 // What a newer agent says.
                 Ok(Some(pb::JoinRequest { what: None })) => {}
@@ -150,9 +114,7 @@ type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 #[tonic::async_trait]
 impl Rendezvous for Service {
     async fn hello(&self, _: Request<pb::HelloRequest>) -> Result<Response<pb::HelloReply>, Status> {
-        let epoch = self.0.with(|state, _| state.roster.epoch());
-        let (instance, silence_ms) = (self.0.instance, wire::milliseconds(self.0.silence));
-        Ok(Response::new(pb::HelloReply { instance, epoch, silence_ms }))
+        Ok(Response::new(self.0.hello()))
     }
 
     type JoinStream = Events<pb::JoinEvent>;
@@ -167,8 +129,9 @@ impl Rendezvous for Service {
         let (tx, rx) = mpsc::channel(EVENTS);
         let (agent, serial) = self.announce(announce, Some(tx)).map_err(|refusal| status(&refusal))?;
         tokio::spawn(Service(Arc::clone(&self.0)).follow(agent, serial, inbound));
-        // Turned into messages one by one: a world of a thousand hosts isn't held a thousand times.
-        Ok(Response::new(Box::pin(ReceiverStream::new(rx).map(|event| Ok(wire::event(&event))))))
+        let shared = Arc::clone(&self.0);
+        let message = move |event| Ok(wire::event(&event, |world| shared.formed(world)));
+        Ok(Response::new(Box::pin(ReceiverStream::new(rx).map(message))))
     }
 
     type HeartbeatStream = Events<pb::Beat>;
@@ -218,29 +181,7 @@ impl Rendezvous for Service {
     }
 
     async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusReply>, Status> {
-        Ok(Response::new(self.0.with(|state, now| {
-            let (world_size, missing) = state.roster.lacking();
-            let agents = state.roster.agents(now).into_iter();
-            let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-            pb::StatusReply {
-                instance: self.0.instance,
-                epoch: state.roster.epoch(),
-                world_size,
-                agents: agents
-                    .map(|agent| pb::Agent {
-                        host: agent.host,
-                        ranks: agent.ranks,
-                        silent_ms: wire::milliseconds(agent.silent),
-                        epoch: agent.epoch,
-                    })
-                    .collect(),
-                keys: state.store.num_keys() as u64,
-                store_bytes: state.store.bytes() as u64,
-                waiting: count(state.store.waiting() + state.barriers.waiting()),
-                missing: wire::ranks_at(&missing),
-                program: concat!("podring ", env!("CARGO_PKG_VERSION")).to_owned(),
-            }
-        })))
+        Ok(Response::new(self.0.status()))
     }
 
     async fn set(&self, request: Request<pb::SetRequest>) -> Result<Response<pb::Done>, Status> {
@@ -295,7 +236,7 @@ impl Rendezvous for Service {
 
     async fn multi_set(&self, request: Request<pb::MultiSetRequest>) -> Result<Response<pb::Done>, Status> {
         let pb::MultiSetRequest { instance, keys, values } = request.into_inner();
-        self.store(instance, |store| store.multi_set(keys, values))?;
+        self.store(instance, |store| store.multi_set(&keys, &values))?;
         Ok(Response::new(pb::Done {}))
     }
 

@@ -4,15 +4,19 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use podring_proto::{Agent, HelloReply, StatusReply};
+use prost::Message as _;
+use prost::bytes::Bytes;
 use rustc_hash::FxHashMap;
-use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::sync::{Notify, oneshot};
 
 use super::journal::Journal;
 use crate::decide::Answer;
 use crate::decide::barrier::Barriers;
 use crate::decide::keyvalue::{KeyValue, Outcome};
-use crate::decide::roster::{AgentId, Event, Outbox, Roster};
+use crate::decide::roster::{AgentId, Announcement, Event, Outbox, Roster, World};
 use crate::refusal::{Lost, Refusal};
+use crate::wire;
 
 /// Events that wait for an agent that doesn't read. One more and the agent is lost.
 pub(super) const EVENTS: usize = 1024;
@@ -21,7 +25,8 @@ pub(super) const EVENTS: usize = 1024;
 pub(super) struct Line {
     /// Tells this stream from another one of the same agent.
     pub(super) serial: u64,
-    pub(super) events: mpsc::Sender<Event>,
+    /// Takes an event; `false` if the agent doesn't read them.
+    pub(super) send: Box<dyn Fn(Event) -> bool + Send>,
 }
 
 pub(super) struct State {
@@ -34,14 +39,19 @@ pub(super) struct State {
     barrier_calls: FxHashMap<u64, oneshot::Sender<Result<(), Refusal>>>,
     journal: Option<Journal>,
     journal_epoch: u64,
+    /// When the ticker looks next, if nobody calls it sooner.
+    planned: Option<Duration>,
 }
 
 /// The state and its clock.
 pub(crate) struct Shared {
     pub(super) instance: u64,
     pub(super) silence: Duration,
+    pub(super) message_bytes: usize,
     began: Instant,
     state: Mutex<State>,
+    /// The current world as a message: one for all hosts.
+    formed: Mutex<(u64, Bytes)>,
     /// A deadline may be earlier than the ticker thinks.
     sooner: Notify,
 }
@@ -50,6 +60,7 @@ impl Shared {
     pub(super) fn new(
         instance: u64,
         silence: Duration,
+        message_bytes: usize,
         roster: Roster,
         mut store: KeyValue,
         journal: Option<Journal>,
@@ -68,24 +79,89 @@ impl Shared {
             barrier_calls: FxHashMap::default(),
             journal,
             journal_epoch,
+            planned: None,
         };
         let (state, began) = (Mutex::new(state), Instant::now());
-        Arc::new(Shared { instance, silence, began, state, sooner: Notify::new() })
+        let (formed, sooner) = (Mutex::new((0, Bytes::new())), Notify::new());
+        Arc::new(Shared { instance, silence, message_bytes, began, state, formed, sooner })
     }
 
     pub(super) fn now(&self) -> Duration {
         self.began.elapsed()
     }
 
+    /// Whether the caller knows this life of the store. 0 is a caller that doesn't care.
+    pub(super) fn same(&self, yours: u64) -> Result<(), Refusal> {
+        let current = self.instance;
+        if yours != 0 && yours != current {
+            return Err(Refusal::StoreLost { yours, current });
+        }
+        Ok(())
+    }
+
+    pub(super) fn hello(&self) -> HelloReply {
+        let (epoch, limits) = {
+            let state = self.state.lock();
+            (state.roster.epoch(), state.store.limits())
+        };
+        HelloReply {
+            instance: self.instance,
+            epoch,
+            silence_ms: wire::milliseconds(self.silence),
+            message_bytes: self.message_bytes as u64,
+            key_bytes: limits.key_bytes as u64,
+            value_bytes: limits.value_bytes as u64,
+        }
+    }
+
+    /// A world as a message.
+    pub(super) fn formed(&self, world: &World) -> Bytes {
+        let mut formed = self.formed.lock();
+        if formed.0 != world.epoch {
+            *formed = (world.epoch, wire::world(world).encode_to_vec().into());
+        }
+        formed.1.clone()
+    }
+
+    pub(super) fn status(&self) -> StatusReply {
+        self.with(|state, now| {
+            let (world_size, missing) = state.roster.lacking();
+            let agents = state.roster.agents(now).into_iter();
+            let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+            StatusReply {
+                instance: self.instance,
+                epoch: state.roster.epoch(),
+                world_size,
+                agents: agents
+                    .map(|agent| Agent {
+                        host: agent.host,
+                        ranks: agent.ranks,
+                        silent_ms: wire::milliseconds(agent.silent),
+                        epoch: agent.epoch,
+                    })
+                    .collect(),
+                keys: state.store.num_keys() as u64,
+                store_bytes: state.store.bytes() as u64,
+                waiting: count(state.store.waiting() + state.barriers.waiting()),
+                missing: wire::ranks_at(&missing),
+                program: concat!("podring ", env!("CARGO_PKG_VERSION")).to_owned(),
+            }
+        })
+    }
+
     /// Does something with the state, then tells whom it concerns.
     pub(super) fn with<R>(&self, act: impl FnOnce(&mut State, Duration) -> R) -> R {
         let mut state = self.state.lock();
-        let before = state.next_deadline();
         let result = act(&mut state, self.now());
         state.settle();
-        let after = state.next_deadline();
+        let due = state.next_deadline();
+        // A wait that ends after the ticker's next look doesn't wake it: most end otherwise before that.
+        let sooner = due.is_some_and(|due| state.planned.is_none_or(|planned| due < planned));
+        if sooner {
+            state.planned = due;
+        }
         drop(state);
-        if after.is_some_and(|after| before.is_none_or(|before| after < before)) {
+        if sooner {
             self.sooner.notify_one();
         }
         result
@@ -106,7 +182,8 @@ impl Shared {
                 state.store.tick(now);
                 let world = state.roster.world().cloned();
                 state.barriers.tick(now, |rank| world.as_ref()?.host_of(rank).map(str::to_owned));
-                state.next_deadline()
+                state.planned = state.next_deadline();
+                state.planned
             });
             match due {
                 // A pause at least: many deadlines that lie close together are one piece of work.
@@ -211,7 +288,7 @@ impl State {
         let mut stuck = Vec::new();
         for (agent, event) in outbox {
             if let Some(line) = self.lines.get(&agent)
-                && line.events.try_send(event).is_err()
+                && !(line.send)(event)
             {
                 stuck.push(agent);
             }
@@ -219,6 +296,66 @@ impl State {
         for agent in stuck {
             self.lose(agent, "it doesn't read its events");
         }
+    }
+
+    /// Some of an agent's ranks are gone.
+    pub(super) fn part(&mut self, agent: AgentId, ranks: &[u32], how: Option<&str>) {
+        let (lost, outbox) = self.roster.part(agent, ranks, how);
+        self.deliver(outbox);
+        if let Some(lost) = lost {
+            self.gone(&lost);
+        }
+    }
+
+    /// An agent leaves of its own will.
+    pub(super) fn leave(&mut self, agent: AgentId) {
+        self.lines.remove(&agent);
+        if let Some(lost) = self.roster.leave(agent) {
+            self.gone(&lost);
+        }
+    }
+
+    /// An agent announces its ranks. `line`: its stream, if it is a new one; given a number.
+    pub(super) fn announce(
+        &mut self,
+        now: Duration,
+        announcement: Announcement,
+        line: Option<Box<dyn Fn(Event) -> bool + Send>>,
+    ) -> Result<u64, Refusal> {
+        let agent = announcement.agent;
+        if line.is_none() && !self.lines.contains_key(&agent) {
+            return Err(Refusal::UnknownSession);
+        }
+        let before = self.roster.epoch();
+        let outbox = self.roster.announce(now, announcement)?;
+        let serial = match line {
+            Some(send) => {
+                self.next_line += 1;
+                self.lines.insert(agent, Line { serial: self.next_line, send });
+                self.next_line
+            }
+            None => 0,
+        };
+        let gone = outbox.iter().find_map(|(_, event)| match event {
+            Event::Lost(lost) => Some(Arc::clone(lost)),
+            _ => None,
+        });
+        self.deliver(outbox);
+        if let Some(lost) = gone {
+            self.gone(&lost);
+        }
+        let current = self.roster.epoch();
+        if current != before {
+            tracing::info!(epoch = current, "formed");
+            self.barriers.superseded(current);
+        }
+        Ok(serial)
+    }
+
+    /// Tells every agent that this is the end, in order.
+    pub(super) fn close(&mut self) {
+        let agents: Vec<AgentId> = self.lines.keys().copied().collect();
+        self.deliver(agents.into_iter().map(|agent| (agent, Event::Closing)).collect());
     }
 
     /// An agent is gone.

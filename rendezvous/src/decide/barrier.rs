@@ -208,7 +208,7 @@ mod tests {
         let mut barriers = Barriers::default();
         let needs = later(barriers.arrive(SECOND, arrival("a", &[0], &[0, 1], 9)));
         let not = later(barriers.arrive(SECOND, arrival("b", &[0], &[0, 2], 9)));
-        let lost = Lost { epoch: 1, host: "h".into(), ranks: vec![1], how: "gone".into() };
+        let lost = Lost { epoch: 1, host: "h".into(), ranks: vec![1], how: "gone".into(), speaker: None };
         barriers.lost(&lost);
         assert_eq!(barriers.passed(), [(needs, Err(Refusal::Lost(lost)))]);
         barriers.superseded(2);

@@ -114,6 +114,11 @@ impl KeyValue {
         KeyValue { limits, ..Default::default() }
     }
 
+    /// What it takes at most.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
     /// A store that keeps account of its changes from now on; see [`KeyValue::changes`].
     pub fn keep_journal(&mut self) {
         self.journal = Some(Vec::new());
@@ -154,23 +159,34 @@ impl KeyValue {
     }
 
     /// Writes several, all or none.
-    pub fn multi_set(&mut self, keys: Vec<String>, values: Vec<Vec<u8>>) -> Result<(), Refusal> {
+    pub fn multi_set<K: AsRef<str>, V: AsRef<[u8]>>(&mut self, keys: &[K], values: &[V]) -> Result<(), Refusal> {
         if keys.len() != values.len() {
             return Err(invalid("multi_set", format!("{} keys, {} values", keys.len(), values.len())));
         }
         bounded("keys in one call", keys.len(), self.limits.keys_per_call)?;
         let mut bytes = 0;
-        for (key, value) in keys.iter().zip(&values) {
+        for (key, value) in keys.iter().zip(values) {
+            let (key, value) = (key.as_ref(), value.as_ref());
             self.fits(key, value.len())?;
             bytes += key.len() + value.len();
         }
         bounded("keys in the store", self.num_keys() + keys.len(), self.limits.keys)?;
         bounded("bytes in the store", self.bytes + bytes, self.limits.bytes)?;
-        let new: Vec<String> =
-            keys.into_iter().zip(values).filter_map(|(key, value)| self.write(&key, value).then_some(key)).collect();
+        let mut new = Vec::new();
+        for (key, value) in keys.iter().zip(values) {
+            if self.overwrite(key.as_ref(), value.as_ref()) {
+                new.push(key.as_ref());
+            }
+        }
         // Only now: nobody sees half of them.
-        new.iter().for_each(|key| self.appeared(key));
+        new.into_iter().for_each(|key| self.appeared(key));
         Ok(())
+    }
+
+    /// All keys' values, if all have one.
+    pub fn values(&self, keys: &[&str]) -> Result<Option<Vec<&[u8]>>, Refusal> {
+        bounded("keys in one call", keys.len(), self.limits.keys_per_call)?;
+        Ok(keys.iter().map(|key| self.values.get(*key).map(Vec::as_slice)).collect())
     }
 
     /// Whether all keys exist.
@@ -373,6 +389,16 @@ impl KeyValue {
         if self.write(key, value) {
             self.appeared(key);
         }
+    }
+
+    /// Writes a copy, into the old value's memory if there is one; whether the key is new.
+    fn overwrite(&mut self, key: &str, value: &[u8]) -> bool {
+        let Some(slot) = self.values.get_mut(key) else { return self.write(key, value.to_vec()) };
+        self.bytes = self.bytes + value.len() - slot.len();
+        slot.clear();
+        slot.extend_from_slice(value);
+        self.note(|| Change::Put(key.to_owned(), value.to_vec()));
+        false
     }
 
     /// Writes; whether the key is new.

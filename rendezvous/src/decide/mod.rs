@@ -5,6 +5,7 @@ pub mod barrier;
 pub mod blame;
 pub mod keyvalue;
 pub mod roster;
+pub mod seats;
 
 use crate::refusal::Refusal;
 

@@ -13,6 +13,9 @@ use super::blame::blamed;
 use super::{bounded, invalid};
 use crate::refusal::{Late, Lost, RankAt, Refusal};
 
+/// How many refusals a late epoch tells of.
+const REFUSED: usize = 16;
+
 /// An agent's nonce.
 pub type AgentId = u128;
 
@@ -56,6 +59,19 @@ pub struct Announcement {
     pub timeout: Duration,
     /// The hosts of all ranks in order, where known: an equal number of ranks each.
     pub hosts: Vec<String>,
+    /// What is known besides.
+    pub about: About,
+}
+
+/// What helps to name who is missing or lost.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct About {
+    /// The rank in whose process the agent runs.
+    pub speaker: Option<u32>,
+    /// Ranks that the launcher started on this host.
+    pub expected: Vec<u32>,
+    /// Ranks of this host that the agent refused, and why.
+    pub refused: Vec<String>,
 }
 
 /// Ranks of one agent in a formed epoch.
@@ -126,6 +142,8 @@ pub enum Event {
     Lost(Arc<Lost>),
     /// A member of its epoch reported a failure.
     Failed(Arc<Failure>),
+    /// The coordinator ends in order: no loss.
+    Closing,
 }
 
 /// Events with their receivers.
@@ -139,6 +157,9 @@ struct Agent {
     heard: Duration,
     /// The epoch it is in; 0 before one.
     epoch: u64,
+    speaker: Option<u32>,
+    /// It lives in the coordinator's own process, and is never silent.
+    resident: bool,
 }
 
 #[derive(Debug)]
@@ -220,13 +241,16 @@ impl Roster {
         self.well_formed(&announcement)?;
         if let Err(refusal) = self.welcome(&announcement) {
             if let Some(forming) = &mut self.forming
-                && forming.refused.len() < 16
+                && forming.refused.len() < REFUSED
             {
                 forming.refused.push(format!("{}: {refusal}", announcement.host));
             }
             return Err(refusal);
         }
-        let Announcement { agent, host, world_size, ranks, details, last_epoch, timeout, hosts } = announcement;
+        let Announcement { agent, host, world_size, ranks, details, last_epoch, timeout, hosts, about } = announcement;
+        // An agent that adds to what it announced goes on waiting; alone, it may also change the world's size.
+        let mine = |forming: &Forming| forming.owners.values().all(|owner| *owner == agent);
+        let waiting = self.forming.take_if(|forming| mine(forming) && forming.world_size == world_size);
         // Its members can't go on without it; if the epoch is broken already, they know.
         let moved = self.unlist(agent, "it announced itself for the next epoch");
         let mut outbox = Vec::new();
@@ -235,6 +259,10 @@ impl Roster {
             && formed.gone.len() == lost.ranks.len()
         {
             outbox = self.tell(lost.epoch, agent, &Event::Lost(lost));
+        }
+        if let Some(mut waiting) = waiting {
+            waiting.owners.clear();
+            self.forming = Some(waiting);
         }
         let forming = self.forming.get_or_insert_with(|| Forming {
             world_size,
@@ -254,11 +282,21 @@ impl Roster {
         if !hosts.is_empty() {
             forming.hosts = hosts;
         }
+        for refused in about.refused {
+            if forming.refused.len() < REFUSED && !forming.refused.contains(&refused) {
+                forming.refused.push(refused);
+            }
+        }
+        for rank in about.expected {
+            self.seen.entry(rank).or_insert_with(|| host.clone());
+        }
         for rank in &ranks {
             self.seen.insert(*rank, host.clone());
         }
         let full = forming.owners.len() == world_size as usize;
-        self.agents.insert(agent, Agent { host, ranks, details, heard: now, epoch: 0 });
+        let resident = self.agents.get(&agent).is_some_and(|known| known.resident);
+        let speaker = about.speaker;
+        self.agents.insert(agent, Agent { host, ranks, details, heard: now, epoch: 0, speaker, resident });
         if full {
             outbox.extend(self.form());
         }
@@ -278,21 +316,60 @@ impl Roster {
         lost
     }
 
-    /// An agent is gone: every other member of its epoch is told.
+    /// An agent is gone: every other member of its epoch is told. One whose own rank had left in order counts as
+    /// having left: nothing is known against its other ranks.
     pub fn lost(&mut self, agent: AgentId, how: &str) -> (Option<Arc<Lost>>, Outbox) {
+        let manned = self.agents.get(&agent).is_none_or(|a| a.speaker.is_none_or(|own| a.ranks.contains(&own)));
         let lost = self.unlist(agent, how);
         self.agents.remove(&agent);
         let outbox = match &lost {
-            Some(lost) => self.tell(lost.epoch, agent, &Event::Lost(Arc::clone(lost))),
-            None => Vec::new(),
+            Some(lost) if manned => self.tell(lost.epoch, agent, &Event::Lost(Arc::clone(lost))),
+            _ => Vec::new(),
         };
         (lost, outbox)
+    }
+
+    /// Some of an agent's ranks are gone, as it says itself. `how` `None`: they left in order. Otherwise every other
+    /// member of the epoch is told.
+    pub fn part(&mut self, id: AgentId, ranks: &[u32], how: Option<&str>) -> (Option<Arc<Lost>>, Outbox) {
+        let Some(agent) = self.agents.get_mut(&id) else { return (None, Vec::new()) };
+        let gone: Vec<u32> = agent.ranks.iter().copied().filter(|rank| ranks.contains(rank)).collect();
+        if gone.is_empty() {
+            return (None, Vec::new());
+        }
+        // Once formed the details are the epoch's, and none is left here.
+        if agent.details.len() == agent.ranks.len() {
+            let mut kept = agent.ranks.iter().map(|rank| !gone.contains(rank));
+            agent.details.retain(|_| kept.next().unwrap_or(false));
+        }
+        agent.ranks.retain(|rank| !gone.contains(rank));
+        let (host, epoch) = (agent.host.clone(), agent.epoch);
+        if let Some(forming) = &mut self.forming {
+            forming.owners.retain(|rank, owner| *owner != id || !gone.contains(rank));
+        }
+        let Some(formed) = self.formed.as_mut().filter(|formed| formed.world.epoch == epoch) else {
+            return (None, Vec::new());
+        };
+        formed.owners.retain(|rank, owner| *owner != id || !gone.contains(rank));
+        let told = how.is_some();
+        let how = how.unwrap_or("it left").to_owned();
+        let lost = Arc::new(Lost { epoch, host, ranks: gone, how, speaker: None });
+        formed.gone.extend(lost.ranks.iter().map(|rank| (*rank, Arc::clone(&lost))));
+        let outbox = if told { self.tell(epoch, id, &Event::Lost(Arc::clone(&lost))) } else { Vec::new() };
+        (Some(lost), outbox)
+    }
+
+    /// An agent lives in the coordinator's own process: it is never silent.
+    pub fn resident(&mut self, agent: AgentId) {
+        if let Some(agent) = self.agents.get_mut(&agent) {
+            agent.resident = true;
+        }
     }
 
     /// Ends what is overdue.
     pub fn tick(&mut self, now: Duration) -> (Vec<Arc<Lost>>, Outbox) {
         let (mut gone, mut outbox) = (Vec::new(), Vec::new());
-        let silent = |agent: &Agent| now.saturating_sub(agent.heard) >= self.silence;
+        let silent = |agent: &Agent| !agent.resident && now.saturating_sub(agent.heard) >= self.silence;
         let silent: Vec<AgentId> = self.agents.iter().filter(|(_, a)| silent(a)).map(|(id, _)| *id).collect();
         for agent in silent {
             let (lost, events) = self.lost(agent, &format!("silent for {:?}", self.silence));
@@ -311,7 +388,7 @@ impl Roster {
             agents.dedup();
             outbox.extend(agents.into_iter().map(|agent| (agent, event.clone())));
         }
-        let silent = self.agents.values().map(|agent| agent.heard + self.silence);
+        let silent = self.agents.values().filter(|agent| !agent.resident).map(|agent| agent.heard + self.silence);
         self.due = silent.chain(self.forming.as_ref().map(|forming| forming.deadline)).min();
         (gone, outbox)
     }
@@ -409,7 +486,11 @@ impl Roster {
             return Err(invalid("hosts", format!("{} for {world_size} ranks", hosts.len())));
         }
         let longest = hosts.iter().map(String::len).max().unwrap_or(0);
-        bounded("bytes of a host's name", longest, self.limits.host_bytes)
+        bounded("bytes of a host's name", longest, self.limits.host_bytes)?;
+        bounded("ranks expected", announcement.about.expected.len(), *world_size as usize)?;
+        bounded("refusals", announcement.about.refused.len(), REFUSED)?;
+        let longest = announcement.about.refused.iter().map(String::len).max().unwrap_or(0);
+        bounded("bytes of a refusal", longest, 4 * self.limits.host_bytes)
     }
 
     fn welcome(&self, announcement: &Announcement) -> Result<(), Refusal> {
@@ -468,8 +549,8 @@ impl Roster {
         let epoch = std::mem::take(&mut agent.epoch);
         let formed = self.formed.as_mut().filter(|formed| formed.world.epoch == epoch)?;
         formed.owners.retain(|_, owner| *owner != id);
-        let lost = Lost { epoch, host: agent.host.clone(), ranks: agent.ranks.clone(), how: how.to_owned() };
-        let lost = Arc::new(lost);
+        let (host, ranks) = (agent.host.clone(), agent.ranks.clone());
+        let lost = Arc::new(Lost { epoch, host, ranks, how: how.to_owned(), speaker: agent.speaker });
         formed.gone.extend(lost.ranks.iter().map(|rank| (*rank, Arc::clone(&lost))));
         Some(lost)
     }

@@ -18,6 +18,7 @@ fn says(agent: AgentId, world_size: u32, ranks: &[u32]) -> Announcement {
         last_epoch: 0,
         timeout: 5 * SECOND,
         hosts: Vec::new(),
+        about: About::default(),
     }
 }
 
@@ -133,7 +134,8 @@ fn silence_is_a_loss_and_everybody_else_hears_it() {
     roster.beat(5 * SECOND, 2).unwrap();
     let (gone, mut outbox) = roster.tick(11 * SECOND);
     outbox.sort_by_key(|(agent, _)| *agent);
-    let lost = Arc::new(Lost { epoch: 1, host: "host1".into(), ranks: vec![1], how: "silent for 10s".into() });
+    let lost =
+        Arc::new(Lost { epoch: 1, host: "host1".into(), ranks: vec![1], how: "silent for 10s".into(), speaker: None });
     assert_eq!(gone, [Arc::clone(&lost)]);
     assert_eq!(outbox, [(0, Event::Lost(Arc::clone(&lost))), (2, Event::Lost(Arc::clone(&lost)))]);
     assert_eq!(roster.beat(11 * SECOND, 1), Err(Refusal::UnknownSession));
@@ -266,7 +268,7 @@ proptest! {
                     }
                     Event::Lost(lost) => prop_assert!(lost.epoch == roster.epoch() || told > 0),
                     Event::Late(late) => prop_assert!(!late.missing.is_empty()),
-                    Event::Failed(_) => {}
+                    Event::Failed(_) | Event::Closing => {}
                 }
             }
             if told > 0 {
@@ -276,4 +278,72 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn an_agent_may_add_ranks_while_it_waits() {
+    let mut roster = roster();
+    roster.announce(SECOND, says(0, 4, &[0])).unwrap();
+    let mut more = says(0, 4, &[0, 1]);
+    more.timeout = 3 * SECOND;
+    more.about.refused = vec!["host0: rank 1 twice".into()];
+    more.about.expected = vec![0, 1, 2];
+    roster.announce(2 * SECOND, more.clone()).unwrap();
+    roster.announce(2 * SECOND, more).unwrap();
+    let (_, outbox) = roster.tick(5 * SECOND);
+    let Event::Late(late) = &outbox[0].1 else { panic!("{outbox:?}") };
+    // From the first announcement, and each refusal once.
+    let missing = vec![RankAt { rank: 2, host: Some("host0".into()) }, RankAt { rank: 3, host: None }];
+    let refused = vec!["host0: rank 1 twice".to_owned()];
+    assert_eq!(**late, Late { missing, waited: 4 * SECOND, world_size: 4, refused });
+    // Alone, it may change the world's size.
+    roster.announce(6 * SECOND, says(0, 3, &[0])).unwrap();
+    assert_eq!(formed(&roster.announce(6 * SECOND, says(0, 1, &[0])).unwrap()).world_size, 1);
+}
+
+#[test]
+fn some_of_an_agents_ranks_may_go() {
+    let mut roster = roster();
+    let mut first = says(7, 4, &[0, 1, 2]);
+    first.about.speaker = Some(0);
+    roster.announce(SECOND, first).unwrap();
+    let mut second = says(8, 4, &[3]);
+    second.about.speaker = Some(3);
+    formed(&roster.announce(SECOND, second).unwrap());
+    let (lost, outbox) = roster.part(7, &[1, 3], Some("killed"));
+    let lost = lost.unwrap();
+    assert_eq!((lost.ranks.as_slice(), lost.host.as_str(), lost.speaker), (&[1][..], "host7", None));
+    assert_eq!(outbox, [(8, Event::Lost(lost))]);
+    assert_eq!(roster.gone(&[0, 1]).unwrap().ranks, [1]);
+    assert!(roster.standing(7, 1, &[0, 2]).is_ok() && roster.standing(7, 1, &[1]).is_err());
+    assert_eq!(roster.part(7, &[1], Some("again")), (None, vec![]));
+    // Left in order: nobody is told, but whoever needs it is.
+    let (left, outbox) = roster.part(7, &[0], None);
+    assert_eq!((left.unwrap().ranks.as_slice(), outbox.len()), (&[0][..], 0));
+    // Its own rank has left: its end says nothing against rank 2.
+    let (gone, outbox) = roster.lost(7, "its stream ended");
+    assert_eq!((gone.unwrap().ranks.as_slice(), outbox.len()), (&[2][..], 0));
+    let (lost, _) = roster.lost(8, "its stream ended");
+    assert_eq!(lost.unwrap().speaker, Some(3));
+}
+
+#[test]
+fn a_rank_that_goes_before_the_epoch_forms_is_missing() {
+    let mut roster = roster();
+    roster.announce(SECOND, says(0, 3, &[0, 1])).unwrap();
+    assert_eq!(roster.part(0, &[1], Some("killed")), (None, vec![]));
+    assert_eq!(roster.announce(SECOND, says(1, 3, &[2])), Ok(vec![]));
+    let world = formed(&roster.announce(SECOND, says(2, 3, &[1])).unwrap());
+    assert_eq!(world.hosts[0], Host { name: "host0".into(), ranks: vec![0], details: vec![vec![0]] });
+}
+
+#[test]
+fn a_resident_agent_is_never_silent() {
+    let mut roster = roster();
+    roster.announce(SECOND, says(0, 2, &[0])).unwrap();
+    roster.resident(0);
+    roster.announce(SECOND, says(1, 2, &[1])).unwrap();
+    let (lost, _) = roster.tick(100 * SECOND);
+    assert_eq!(lost.iter().map(|lost| lost.ranks.clone()).collect::<Vec<_>>(), [[1]]);
+    assert_eq!(roster.next_deadline(), None);
 }

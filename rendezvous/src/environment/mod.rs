@@ -4,6 +4,7 @@
 //! an error that names both. Two launchers may count different things (srun starts one torchrun a host): then the inner
 //! one decides and a note says so; but two that count the same number of processes must number them the same.
 
+mod given;
 pub mod metadata;
 pub mod table;
 

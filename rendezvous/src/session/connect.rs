@@ -3,13 +3,17 @@
 use std::error::Error as StdError;
 use std::io;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
+use podring_fork::Marked;
 use podring_proto as pb;
 use podring_proto::rendezvous_client::RendezvousClient;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
@@ -37,6 +41,8 @@ pub struct Access {
     pub server_name: Option<String>,
     /// How long to try.
     pub timeout: Duration,
+    /// How long a session tries to reach a coordinator that it has lost. `None`: for the coordinator's silence.
+    pub patience: Option<Duration>,
     /// Bytes of a message.
     pub message_bytes: usize,
 }
@@ -50,6 +56,7 @@ impl Access {
             tls: None,
             server_name: None,
             timeout: Duration::from_secs(60),
+            patience: None,
             message_bytes: 64 << 20,
         }
     }
@@ -78,7 +85,7 @@ pub(super) type Client = RendezvousClient<InterceptedService<Channel, Credential
 
 /// A coordinator that takes our token and version.
 #[derive(Clone)]
-pub(super) struct Connection {
+pub(crate) struct Connection {
     pub(super) client: Client,
     pub(super) endpoint: Arc<str>,
     pub(super) instance: u64,
@@ -87,14 +94,58 @@ pub(super) struct Connection {
 
 /// Host and port of `host:port`; brackets around an IPv6 literal are taken off.
 pub(crate) fn split(endpoint: &str) -> Option<(&str, u16)> {
+    split_any(endpoint).filter(|(_, port)| *port != 0)
+}
+
+/// The same, where port 0 stands for a free one.
+pub(crate) fn split_any(endpoint: &str) -> Option<(&str, u16)> {
     let (host, port) = endpoint.rsplit_once(':')?;
-    let port = port.parse().ok().filter(|port| *port != 0)?;
+    let port = port.parse().ok()?;
     let host = match host.strip_prefix('[') {
         Some(host) => host.strip_suffix(']')?,
         None if host.contains(':') => return None,
         None => host,
     };
     (!host.is_empty()).then_some((host, port))
+}
+
+/// A connection that forked children close.
+struct Kept {
+    /// Before the stream, which closes the descriptor.
+    _mark: Marked,
+    stream: TcpStream,
+}
+
+impl AsyncRead for Kept {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, into)
+    }
+}
+
+impl AsyncWrite for Kept {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
 }
 
 /// Connects to the first address that answers, all of them at once: a dead one must not hold up the others.
@@ -129,16 +180,21 @@ async fn dial(endpoints: &[String]) -> io::Result<TcpStream> {
     Err(io::Error::new(io::ErrorKind::NotConnected, why.join("; ")))
 }
 
-/// Connects and says hello. A coordinator that isn't there yet is tried again until the time is up; one that is there
-/// and says no isn't.
-pub(super) async fn connect(access: &Access) -> Result<Connection, Error> {
-    let (began, name) = (Instant::now(), access.name());
-    for endpoint in &access.endpoints {
-        if split(endpoint).is_none() {
+pub(super) fn well_formed(access: &Access) -> Result<(), Error> {
+    match access.endpoints.iter().find(|endpoint| split(endpoint).is_none()) {
+        None => Ok(()),
+        Some(endpoint) => {
             let why = format!("{endpoint:?} is not host:port with a port from 1 to 65535");
-            return Err(Error::Absent { endpoint: name, waited: Duration::ZERO, why });
+            Err(Error::Absent { endpoint: access.name(), waited: Duration::ZERO, why })
         }
     }
+}
+
+/// Connects and says hello. A coordinator that isn't there yet is tried again until the time is up; one that is there
+/// and says no isn't.
+pub(crate) async fn connect(access: &Access) -> Result<Connection, Error> {
+    let (began, name) = (Instant::now(), access.name());
+    well_formed(access)?;
     let endpoint = endpoint(access)?;
     let mut pause = Duration::from_millis(10);
     let mut before: Option<Attempt> = None;
@@ -203,7 +259,7 @@ fn endpoint(access: &Access) -> Result<Endpoint, Error> {
     Ok(endpoint)
 }
 
-fn bracketed(host: &str) -> String {
+pub(crate) fn bracketed(host: &str) -> String {
     if host.contains(':') { format!("[{host}]") } else { host.to_owned() }
 }
 
@@ -229,7 +285,7 @@ async fn attempt(access: &Access, endpoint: &Endpoint, name: &str, left: Duratio
                 Ok(_) => note.lock().0 = true,
                 Err(error) => note.lock().1 = error.to_string(),
             }
-            dialed.map(TokioIo::new)
+            dialed.map(|stream| TokioIo::new(Kept { _mark: Marked::new(&stream), stream }))
         }
     });
     let hello = async {

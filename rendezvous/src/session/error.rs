@@ -61,6 +61,12 @@ pub enum Error {
         /// How that was noticed.
         how: String,
     },
+    /// The coordinator ended in order. What was formed goes on without it.
+    #[error("the coordinator at {endpoint} has ended in order")]
+    Closed {
+        /// Where it was.
+        endpoint: String,
+    },
     /// No answer in time.
     #[error("{call}: no answer from {endpoint} after {waited:?}")]
     Timeout {
@@ -70,6 +76,12 @@ pub enum Error {
         endpoint: String,
         /// How long.
         waited: Duration,
+    },
+    /// Whoever was asked meanwhile said to end it.
+    #[error("{call}: interrupted")]
+    Interrupted {
+        /// The call.
+        call: &'static str,
     },
     /// A token or certificate of this side can't be used.
     #[error(transparent)]

@@ -19,8 +19,22 @@ use crate::{chain, wire};
 /// What the session is asked to do.
 pub(super) enum Command {
     Announce(Box<Announcement>),
+    /// Ranks that are gone; `None`: they left in order.
+    Part(Vec<u32>, Option<String>),
     Leave,
 }
+
+/// What happens to a session.
+#[derive(Clone, Debug)]
+pub enum Update {
+    /// The coordinator told something.
+    Event(Event),
+    /// The session is over.
+    Ended(Error),
+}
+
+/// Hears of it, on one of the runtime's threads: must not wait.
+pub(crate) type Tell = Box<dyn Fn(Update) + Send + Sync>;
 
 /// What is known.
 #[derive(Clone)]
@@ -55,6 +69,10 @@ impl View {
                 self.error = Some(Error::Late(late.as_ref().clone()));
                 return false;
             }
+            Event::Closing => {
+                self.error = Some(Error::Closed { endpoint: self.connection.endpoint.to_string() });
+                return false;
+            }
             Event::Lost(lost) => self.losses.push(lost),
             Event::Failed(failure) => self.failures.push(failure),
         }
@@ -77,23 +95,31 @@ pub(super) async fn live(
     mut announcement: Announcement,
     mut inbox: mpsc::UnboundedReceiver<Command>,
     view: watch::Sender<View>,
+    tell: Option<Tell>,
 ) {
     let fail = |error: Error| {
         view.send_modify(|view| {
-            view.error = Some(error);
+            view.error = Some(error.clone());
             view.changes += 1;
         });
+        if let Some(tell) = &tell {
+            tell(Update::Ended(error));
+        }
     };
     loop {
-        let how = match stream(&connection, &mut announcement, &mut inbox, &view).await {
+        let how = match stream(&connection, &mut announcement, &mut inbox, &view, tell.as_ref()).await {
             End::Left => return,
             End::Failed(error) => return fail(error),
             End::Broken(how) => how,
         };
         // A coordinator that was restarted is back soon. Everybody announces itself again: the next epoch.
         tracing::warn!(endpoint = %connection.endpoint, how, "lost the coordinator, trying again");
-        let again = Access { timeout: connection.silence, ..access.clone() };
-        connection = match connect(&again).await {
+        let again = Access { timeout: access.patience.unwrap_or(connection.silence), ..access.clone() };
+        let found = tokio::select! {
+            found = connect(&again) => found,
+            () = gone(&mut announcement, &mut inbox) => return,
+        };
+        connection = match found {
             Ok(connection) => connection,
             Err(Error::Absent { endpoint, why, .. }) => {
                 return fail(Error::CoordinatorLost { endpoint, how: format!("{how}; then {why}") });
@@ -110,6 +136,7 @@ async fn stream(
     announcement: &mut Announcement,
     inbox: &mut mpsc::UnboundedReceiver<Command>,
     view: &watch::Sender<View>,
+    tell: Option<&Tell>,
 ) -> End {
     let (say, said) = mpsc::channel(16);
     if say.send(announce(announcement)).await.is_err() {
@@ -140,8 +167,12 @@ async fn stream(
                     heard = Instant::now();
                     let Some(event) = wire::from_event(event) else { continue };
                     let mut goes_on = true;
-                    view.send_modify(|view| goes_on = view.learn(event));
+                    view.send_modify(|view| goes_on = view.learn(event.clone()));
+                    if let Some(tell) = tell {
+                        tell(Update::Event(event));
+                    }
                     if !goes_on {
+                        leave(say, &mut events).await;
                         return End::Left;
                     }
                 }
@@ -168,15 +199,44 @@ async fn stream(
                         return End::Broken("the stream is closed".to_owned());
                     }
                 }
+                Some(Command::Part(ranks, how)) => {
+                    part(announcement, &ranks);
+                    let part = pb::join_request::What::Part(pb::Part { ranks, how: how.unwrap_or_default() });
+                    if say.send(pb::JoinRequest { what: Some(part) }).await.is_err() {
+                        return End::Broken("the stream is closed".to_owned());
+                    }
+                }
                 Some(Command::Leave) | None => {
-                    let leave = pb::join_request::What::Leave(pb::Leave {});
-                    let _ = say.try_send(pb::JoinRequest { what: Some(leave) });
-                    drop(say);
-                    // The coordinator ends the stream when it has heard us; bounded, should it be gone.
-                    let _ = timeout(Duration::from_secs(1), async { while let Ok(Some(_)) = events.message().await {} }).await;
+                    leave(say, &mut events).await;
                     return End::Left;
                 }
             },
+        }
+    }
+}
+
+/// Says goodbye. The coordinator ends the stream when it has heard us; bounded, should it be gone.
+async fn leave(say: mpsc::Sender<pb::JoinRequest>, events: &mut Streaming<pb::JoinEvent>) {
+    let leave = pb::join_request::What::Leave(pb::Leave {});
+    let _ = say.try_send(pb::JoinRequest { what: Some(leave) });
+    drop(say);
+    let _ = timeout(Duration::from_secs(1), async { while let Ok(Some(_)) = events.message().await {} }).await;
+}
+
+/// Ranks that are gone aren't announced again.
+fn part(announcement: &mut Announcement, gone: &[u32]) {
+    let mut kept = announcement.ranks.iter().map(|rank| !gone.contains(rank));
+    announcement.details.retain(|_| kept.next().unwrap_or(false));
+    announcement.ranks.retain(|rank| !gone.contains(rank));
+}
+
+/// While there is no coordinator: takes commands in; returns when asked to leave.
+async fn gone(announcement: &mut Announcement, inbox: &mut mpsc::UnboundedReceiver<Command>) {
+    loop {
+        match inbox.recv().await {
+            Some(Command::Announce(next)) => *announcement = *next,
+            Some(Command::Part(ranks, _)) => part(announcement, &ranks),
+            Some(Command::Leave) | None => return,
         }
     }
 }

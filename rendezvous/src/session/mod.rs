@@ -4,6 +4,7 @@ mod connect;
 mod error;
 mod live;
 mod store;
+mod stream;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,16 +14,17 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use crate::decide::roster::{AgentId, Announcement, Failure, World};
+use crate::decide::roster::{About, AgentId, Announcement, Failure, World};
 use crate::refusal::Lost;
 use crate::{runtime, wire};
 pub use connect::Access;
-use connect::Connection;
-pub(crate) use connect::split as split_endpoint;
+pub(crate) use connect::{Connection, bracketed, connect, split as split_endpoint, split_any};
 pub use error::Error;
+pub(crate) use live::Tell;
+pub use live::Update;
 use live::{Command, View};
-pub use store::Store;
 use store::blocking;
+pub use store::{Asks, Store};
 
 /// The ranks an agent speaks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,19 +54,56 @@ impl Session {
     /// Connects, announces the ranks, and waits until the epoch has formed. `timeout` bounds the forming;
     /// [`Access::timeout`] bounds the connecting.
     pub fn join(access: &Access, ranks: Ranks, timeout: Duration) -> Result<Session, Error> {
-        let mut nonce = [0; 16];
-        let system = |what, why: String| Error::System { what, why };
-        getrandom::fill(&mut nonce).map_err(|error| system("randomness", error.to_string()))?;
-        let agent = AgentId::from_le_bytes(nonce);
-        let connection = blocking(connect::connect(access))??;
-        let (commands, inbox) = mpsc::unbounded_channel();
-        let (publish, view) = watch::channel(View::new(connection.clone()));
-        let announcement = announcement(agent, &ranks, 0, timeout);
-        let handle = runtime::handle().map_err(|error| system("runtime", error.to_string()))?;
-        let task = handle.spawn(live::live(access.clone(), connection, announcement, inbox, publish));
-        let session = Session { agent, ranks, view, commands, task };
+        let connection = blocking(connect(access))??;
+        let session = Session::over(access, connection, fresh()?, ranks, About::default(), timeout, None)?;
         session.formed(0, timeout)?;
         Ok(session)
+    }
+
+    /// Announces the ranks over a connection, and waits for nothing: `tell` hears how it goes.
+    pub(crate) fn over(
+        access: &Access,
+        connection: Connection,
+        agent: AgentId,
+        ranks: Ranks,
+        about: About,
+        timeout: Duration,
+        tell: Option<Tell>,
+    ) -> Result<Session, Error> {
+        let (commands, inbox) = mpsc::unbounded_channel();
+        let (publish, view) = watch::channel(View::new(connection.clone()));
+        let announcement = Announcement { about, ..announcement(agent, &ranks, 0, timeout) };
+        let handle = runtime::handle().map_err(|error| Error::System { what: "runtime", why: error.to_string() })?;
+        let task = handle.spawn(live::live(access.clone(), connection, announcement, inbox, publish, tell));
+        Ok(Session { agent, ranks, view, commands, task })
+    }
+
+    /// Announces other ranks while the epoch forms, and waits for nothing.
+    pub(crate) fn announce(&self, ranks: &Ranks, about: About, timeout: Duration) {
+        let epoch = self.view.borrow().last_epoch;
+        let announcement = Announcement { about, ..announcement(self.agent, ranks, epoch, timeout) };
+        let _ = self.commands.send(Command::Announce(Box::new(announcement)));
+    }
+
+    /// Tells that some ranks are gone; `how` `None`: they left in order.
+    pub(crate) fn part(&self, ranks: &[u32], how: Option<&str>) {
+        let _ = self.commands.send(Command::Part(ranks.to_vec(), how.map(str::to_owned)));
+    }
+
+    /// As [`Session::report`], and waits for nothing.
+    pub(crate) fn report_soon(&self, mut failure: Failure) {
+        let Ok((connection, epoch)) = self.standing() else { return };
+        failure.epoch = epoch;
+        let session = self.agent.to_le_bytes().to_vec();
+        let request = pb::ReportRequest { session, failure: Some(wire::failure(&failure)) };
+        let act = |mut client: connect::Client| async move { client.report(request).await };
+        if let Ok(handle) = runtime::handle() {
+            handle.spawn(async move {
+                if let Err(error) = connection.call("report", connection.silence, act).await {
+                    tracing::debug!(%error, "failure not reported");
+                }
+            });
+        }
     }
 
     /// The epoch, as it formed.
@@ -192,7 +231,14 @@ impl Drop for Session {
     }
 }
 
+/// A nonce for an agent.
+pub(crate) fn fresh() -> Result<AgentId, Error> {
+    let mut nonce = [0; 16];
+    getrandom::fill(&mut nonce).map_err(|error| Error::System { what: "randomness", why: error.to_string() })?;
+    Ok(AgentId::from_le_bytes(nonce))
+}
+
 fn announcement(agent: AgentId, ranks: &Ranks, last_epoch: u64, timeout: Duration) -> Announcement {
     let Ranks { host, world_size, ranks, details, hosts } = ranks.clone();
-    Announcement { agent, host, world_size, ranks, details, last_epoch, timeout, hosts }
+    Announcement { agent, host, world_size, ranks, details, last_epoch, timeout, hosts, about: About::default() }
 }

@@ -156,8 +156,15 @@ fn measure(args: &Args, machine: &Arc<Machine>, bytes: u64, on_device: bool) -> 
         let devices = Devices { machine: machine.clone(), slices: 1, slice: 0 };
         let runtime = Runtime::start_on(HubConfig::default(), Some(devices))?;
         let store = Arc::new(store.clone());
-        let config =
-            Config { rank: me, size: args.devices, name: "bench".into(), global_ranks: None, timeout: LIMIT, store };
+        let config = Config {
+            rank: me,
+            size: args.devices,
+            name: "bench".into(),
+            global_ranks: None,
+            timeout: LIMIT,
+            store,
+            rendezvous: None,
+        };
         let group = ProcessGroup::form(&runtime, config, || false)?;
         let seen = rank(&group, machine, bytes, on_device, args.iters, &start);
         group.shutdown();

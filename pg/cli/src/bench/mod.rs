@@ -4,10 +4,12 @@
 //! tables, JSON and a picture. It never talks to a backend itself.
 
 mod ici;
+mod init;
 pub(crate) mod op;
 mod rendezvous;
 mod row;
 mod size;
+mod versus;
 mod workers;
 
 use std::path::{Path, PathBuf};

@@ -13,11 +13,16 @@ use podring_rendezvous::secret::{BadCredential, Tls, Token};
 use podring_rendezvous::session::{Access, Error as SessionError, Ranks, Session, Store};
 use serde::Serialize;
 
+use super::init::{self, ByRanks};
+use super::versus::{self, Ratios, Side};
 use crate::python::Interpreter;
 use crate::{coordinator, terminal};
 
 /// What a test network of many agents on one machine may take.
 const LIMIT: Duration = Duration::from_secs(120);
+
+/// The same for all rounds of init_process_group.
+const INIT_LIMIT: Duration = Duration::from_secs(300);
 
 /// Time the joining of many hosts, a barrier, and the key-value store
 #[derive(Debug, clap::Args)]
@@ -31,9 +36,27 @@ pub(crate) struct Args {
     /// Seconds for each of the store's measurements
     #[arg(long, default_value_t = 1.0, value_parser = super::positive)]
     seconds: f64,
+    /// Measure the store beside this one too, with the same loops in Python
+    #[arg(long, value_enum)]
+    vs: Option<versus::Peer>,
+    /// How often each rate of --vs is measured; medians count
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    turns: u32,
     /// Leave out the run with certificates
     #[arg(long)]
     no_mtls: bool,
+    /// Numbers of ranks for which init_process_group and new_group are timed beside gloo's
+    #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(2..=64), default_value = "2,4,8")]
+    init_ranks: Vec<u32>,
+    /// Times each of them is started anew, each backend
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
+    init_rounds: u32,
+    /// Leave out init_process_group and new_group, which need a Python with torch
+    #[arg(long)]
+    no_init: bool,
+    /// The Python that has torch and podring; else PODRING_PYTHON, VIRTUAL_ENV's, python3
+    #[arg(long, value_name = "EXE")]
+    python: Option<PathBuf>,
     /// Write the numbers as JSON (- for stdout)
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -55,7 +78,11 @@ pub(crate) enum Error {
     #[error("{failed} of {hosts} hosts failed, first: {first}")]
     Join { failed: usize, hosts: u32, first: SessionError },
     #[error(transparent)]
+    Init(#[from] init::Error),
+    #[error(transparent)]
     Store(#[from] SessionError),
+    #[error(transparent)]
+    Versus(#[from] versus::Unmeasured),
     #[error("cannot write {path}: {source}")]
     Write { path: String, source: std::io::Error },
 }
@@ -96,6 +123,24 @@ struct Numbers {
     join: Joined,
     join_mtls: Option<Joined>,
     store: Vec<Rates>,
+    /// Podring's rates by TCPStore's: the worst of the numbers of clients.
+    store_single_ratio: Option<f64>,
+    store_multi_ratio: Option<f64>,
+    store_wait_ratio: Option<f64>,
+    store_vs_tcpstore: Option<Vec<Side>>,
+    #[serde(flatten)]
+    init: Option<Init>,
+}
+
+/// Milliseconds, podring's and gloo's, by number of ranks.
+#[derive(Debug, Serialize)]
+struct Init {
+    init_ms: ByRanks,
+    /// torch's search for the backend's name, not in the times above.
+    discovery_ms: ByRanks,
+    new_group_ms: ByRanks,
+    /// torch's own, not in the times above.
+    store_barrier_ms: ByRanks,
 }
 
 /// A coordinator in a process of its own, killed when dropped.
@@ -188,8 +233,42 @@ pub(crate) fn run(args: &Args) -> Result<i32, Error> {
         terminal::err(&format!("# join + barrier with mTLS: {}", join.line()));
         Some(join)
     };
+    let versus = match args.vs {
+        Some(versus::Peer::Tcpstore) => Some(versus::measure(args.seconds, args.turns)?),
+        None => None,
+    };
+    for side in versus.iter().flatten() {
+        terminal::err(&format!("# store, {}", side.line()));
+    }
+    let ratios = versus.as_deref().map(Ratios::of);
+    let init = if args.no_init {
+        None
+    } else {
+        let interpreter = Interpreter::find(args.python.as_deref());
+        let times = init::measure(&interpreter, &args.init_ranks, args.init_rounds, INIT_LIMIT)?;
+        times.lines().iter().for_each(|line| terminal::err(&format!("# {line}")));
+        Some(Init {
+            init_ms: times.init().clone(),
+            discovery_ms: times.discovery().clone(),
+            new_group_ms: times.new_group(),
+            store_barrier_ms: times.barrier().clone(),
+        })
+    };
     let join_mtls_s = join_mtls.as_ref().map(|join| join.seconds);
-    let numbers = Numbers { hosts: args.hosts, ranks, join_s: join.seconds, join_mtls_s, join, join_mtls, store };
+    let numbers = Numbers {
+        hosts: args.hosts,
+        ranks,
+        join_s: join.seconds,
+        join_mtls_s,
+        join,
+        join_mtls,
+        store,
+        store_single_ratio: ratios.map(|ratios| ratios.single),
+        store_multi_ratio: ratios.map(|ratios| ratios.multi),
+        store_wait_ratio: ratios.map(|ratios| ratios.wait),
+        store_vs_tcpstore: versus,
+        init,
+    };
     if let Some(path) = &args.json {
         let failed = |source: std::io::Error| Error::Write { path: path.display().to_string(), source };
         let text = serde_json::to_string_pretty(&numbers).map_err(|error| failed(error.into()))?;

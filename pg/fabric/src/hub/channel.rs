@@ -107,8 +107,8 @@ pub(crate) struct Posted {
 
 /// What came before it was asked for.
 pub(crate) enum Body {
-    /// A whole message.
-    Bytes { buffer: Option<Buffer>, len: usize },
+    /// A whole message, and what it counts of its sender's credit.
+    Bytes { buffer: Option<Buffer>, len: usize, cost: usize },
     /// The offer of one.
     Ready { addr: u64, cookie: u64 },
 }
@@ -163,6 +163,28 @@ pub(crate) struct Channel {
 const SILENT: &str = "no answer";
 
 impl Channel {
+    /// A channel whose members are yet to be named.
+    pub fn new(name: String, me: u32, size: usize) -> Self {
+        Channel {
+            name,
+            me,
+            members: Vec::with_capacity(size),
+            rank_of: FxHashMap::default(),
+            hosts: Vec::with_capacity(size),
+            left: vec![false; size],
+            failed: None,
+            inquest: None,
+            started: 0,
+            records: VecDeque::new(),
+            active: SmallVec::new(),
+            posted: Vec::new(),
+            early: VecDeque::new(),
+            heard: FxHashMap::default(),
+            plans: FxHashMap::default(),
+            pending: 0,
+        }
+    }
+
     pub fn size(&self) -> u32 {
         self.members.len() as u32
     }

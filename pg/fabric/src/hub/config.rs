@@ -1,7 +1,10 @@
 //! What may be set from outside. Read from the environment once, when the hub starts.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
+use crate::handshake::Secret;
+use crate::link::interfaces::Selection;
 use crate::schedule::Tuning;
 
 /// Settings of a hub.
@@ -21,8 +24,14 @@ pub struct Config {
     pub deterministic: bool,
     /// What the planner goes by.
     pub tuning: Tuning,
-    /// The TCP listener's port; 0 for any. PODRING_PORT.
-    pub port: u16,
+    /// Where the TCP listener may be: the first port that is free; 0 for any. PODRING_PORT, a port or `first-last`.
+    pub ports: RangeInclusive<u16>,
+    /// Whose addresses are published. PODRING_INTERFACES, default all.
+    pub interfaces: Selection,
+    /// What all processes of the job hold, from outside. Without, each job's secret is the one that its rank 0 made.
+    pub secret: Option<Secret>,
+    /// How long a connection may take to prove itself.
+    pub handshake: Duration,
     /// This host's identity; ranks with the same share memory. PODRING_HOST_ID.
     pub host: Option<String>,
 }
@@ -37,7 +46,10 @@ impl Default for Config {
             eager_tcp: 64 << 10,
             deterministic: false,
             tuning: Tuning::default(),
-            port: 0,
+            ports: 0..=0,
+            interfaces: Selection::default(),
+            secret: None,
+            handshake: Duration::from_secs(10),
             host: None,
         }
     }
@@ -89,11 +101,36 @@ impl Config {
             config.ring = value as usize;
             config.eager_shm = config.eager_shm.min(config.ring / 4);
         }
-        if let Some(value) = number("PODRING_PORT", "a port, 0 to 65535", &|value| value <= 65535)? {
-            config.port = value as u16;
+        if let Some(text) = lookup("PODRING_PORT").filter(|text| !text.trim().is_empty()) {
+            let bad = || BadSetting {
+                variable: "PODRING_PORT",
+                expected: "a port, 0 to 65535, or a range of ports such as 29600-29631",
+                got: text.clone(),
+            };
+            config.ports = ports(&text).ok_or_else(bad)?;
+        }
+        if let Some(text) = lookup("PODRING_INTERFACES").filter(|text| !text.trim().is_empty()) {
+            let bad = || BadSetting {
+                variable: "PODRING_INTERFACES",
+                expected: "names of interfaces or what they begin with, comma between; ^ before the first to use all others",
+                got: text.clone(),
+            };
+            config.interfaces = Selection::parse(&text).ok_or_else(bad)?;
         }
         config.host = lookup("PODRING_HOST_ID").filter(|host| !host.is_empty());
         Ok(config)
+    }
+}
+
+/// A port, or a range of them in which 0, which means any, has no place.
+fn ports(text: &str) -> Option<RangeInclusive<u16>> {
+    let number = |text: &str| text.trim().parse::<u16>().ok();
+    match text.split_once('-') {
+        None => number(text).map(|port| port..=port),
+        Some((first, last)) => {
+            let (first, last) = (number(first)?, number(last)?);
+            (0 < first && first <= last).then_some(first..=last)
+        }
     }
 }
 
@@ -117,6 +154,16 @@ mod tests {
     fn names_the_variable_that_is_wrong() {
         assert_eq!(from(&[("PODRING_CMA", "maybe")]).unwrap_err().variable, "PODRING_CMA");
         assert_eq!(from(&[("PODRING_RING_BYTES", "1000")]).unwrap_err().variable, "PODRING_RING_BYTES");
-        assert_eq!(from(&[("PODRING_PORT", "70000")]).unwrap_err().variable, "PODRING_PORT");
+        for wrong in ["70000", "-1", "5-3", "0-3", "1-", "a"] {
+            assert_eq!(from(&[("PODRING_PORT", wrong)]).unwrap_err().variable, "PODRING_PORT", "{wrong}");
+        }
+        assert_eq!(from(&[("PODRING_INTERFACES", "a,^b")]).unwrap_err().variable, "PODRING_INTERFACES");
+    }
+
+    #[test]
+    fn ports_and_ranges() {
+        assert_eq!(from(&[]).unwrap().ports, 0..=0);
+        assert_eq!(from(&[("PODRING_PORT", " 29600 ")]).unwrap().ports, 29600..=29600);
+        assert_eq!(from(&[("PODRING_PORT", "29600-29607")]).unwrap().ports, 29600..=29607);
     }
 }

@@ -10,6 +10,7 @@ use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 use slotmap::KeyData;
 
+use super::net::Dial;
 use crate::fork::Guarded;
 use crate::link::ring::{Reader, Writer};
 use crate::link::shm::Mapping;
@@ -86,6 +87,8 @@ pub(crate) struct TcpOut {
     body: Option<Body>,
     /// The socket took no more; it says when it will.
     pub blocked: bool,
+    /// Which of the peer's addresses it goes to.
+    pub attempt: u32,
 }
 
 // SAFETY: Body's address is the operation's memory, as for Item.
@@ -97,8 +100,8 @@ pub(crate) enum Out {
     Idle,
     /// Its host's queue was full; try again.
     Retry,
-    /// A TCP connection under way to candidate number `next - 1` of its addresses.
-    Dialing { socket: Guarded, next: usize, since: Instant },
+    /// TCP connections under way.
+    Dialing(Box<Dial>),
     /// Shared memory.
     Shm { socket: Guarded, writer: Writer, bell: Option<Guarded>, _mapping: Mapping },
     /// TCP.
@@ -111,8 +114,8 @@ pub(crate) enum In {
     None,
     /// Shared memory.
     Shm { _socket: Guarded, reader: Reader, bell: Guarded, _mapping: Mapping },
-    /// TCP: bytes read but not yet understood, and the message being read.
-    Tcp { socket: Guarded, buffer: Vec<u8>, start: usize, data: Option<(u64, usize)> },
+    /// TCP: bytes read but not yet understood are `buffer[start..end]`; the slot and rest of the message being read.
+    Tcp { socket: Guarded, buffer: Vec<u8>, start: usize, end: usize, data: Option<(u64, usize)> },
 }
 
 /// A process.
@@ -133,9 +136,27 @@ pub(crate) struct Endpoint {
     pub pidfd: Option<Guarded>,
     pub heard: Instant,
     pub spoke: Instant,
+    /// Bytes of eager messages that it may still be sent before it says that it has used earlier ones.
+    pub credit: usize,
+    /// Bytes of its eager messages that nobody here has asked for yet.
+    pub held: usize,
+    /// Bytes of its eager messages that were used since it was last told.
+    pub owed: usize,
     /// In the engine's list of endpoints with something to send.
     pub dirty: bool,
 }
+
+/// Bytes of one process's eager messages that another holds for it, at most: those sent before they are asked for. What
+/// is beyond that is only offered, as long messages are, and sent when it is asked for.
+pub(crate) const CREDIT: usize = 4 << 20;
+
+/// What an eager message counts: about what holding it takes, however short it is.
+pub(crate) fn cost(len: usize) -> usize {
+    len.max(LEAST - HEADER) + HEADER
+}
+
+/// The least buffer, see [`crate::memory`].
+const LEAST: usize = 256;
 
 /// Payloads up to this many bytes are copied next to their header before a socket write.
 const COALESCE: usize = 16 << 10;
@@ -159,6 +180,9 @@ impl Endpoint {
             pidfd: None,
             heard: now,
             spoke: now,
+            credit: CREDIT,
+            held: 0,
+            owed: 0,
             dirty: false,
         }
     }
@@ -251,22 +275,26 @@ impl Endpoint {
                 }
                 Ok(moved)
             }
-            Out::Idle | Out::Retry | Out::Dialing { .. } => Ok(false),
+            Out::Idle | Out::Retry | Out::Dialing(_) => Ok(false),
         }
     }
 
     /// Forgets output whose memory is about to go: sends for which `unwanted` says so. Those of which the receiver has
     /// not heard are added to `never`.
     pub fn purge(&mut self, mut unwanted: impl FnMut(SendKey) -> bool, never: &mut Vec<SendKey>) {
+        let credit = &mut self.credit;
         self.items.retain(|item| {
-            let send = match item {
-                Item::Eager { send, .. } => *send,
-                Item::Bare(header) if header.frame == Frame::Ready => SendKey::from(KeyData::from_ffi(header.cookie)),
+            let (send, unused) = match item {
+                Item::Eager { send, header, .. } => (*send, cost(header.len as usize)),
+                Item::Bare(header) if header.frame == Frame::Ready => {
+                    (SendKey::from(KeyData::from_ffi(header.cookie)), 0)
+                }
                 _ => return true,
             };
             let drop = unwanted(send);
             if drop {
                 never.push(send);
+                *credit += unused;
             }
             !drop
         });
@@ -319,10 +347,11 @@ pub(crate) fn new_bell() -> Result<Guarded, Errno> {
 }
 
 impl TcpOut {
-    pub fn new(socket: Guarded, hello: &[u8]) -> Self {
+    /// A link over a connection, to which `first` is sent before all else.
+    pub fn new(socket: Guarded, attempt: u32, first: &[u8]) -> Self {
         let mut staged = Vec::with_capacity(STAGED + COALESCE + HEADER);
-        staged.extend_from_slice(hello);
-        TcpOut { socket, staged, written: 0, body: None, blocked: false }
+        staged.extend_from_slice(first);
+        TcpOut { socket, staged, written: 0, body: None, blocked: false, attempt }
     }
 
     fn flush(
@@ -333,34 +362,40 @@ impl TcpOut {
     ) -> Result<bool, Errno> {
         let mut moved = false;
         while !self.blocked {
-            if self.written == self.staged.len() {
-                self.staged.clear();
-                self.written = 0;
-                if let Some(body) = &mut self.body {
-                    // SAFETY: a live operation's memory.
-                    let rest =
-                        unsafe { std::slice::from_raw_parts(body.data.add(body.offset), body.len - body.offset) };
-                    let wrote = tcp::write(&self.socket, rest)?;
-                    body.offset += wrote;
-                    moved |= wrote > 0;
-                    self.blocked = wrote < rest.len();
-                    if body.offset == body.len {
-                        if body.last {
-                            sent.push(body.send);
-                        }
-                        self.body = None;
+            let head = &self.staged[self.written..];
+            let body: &[u8] = match &self.body {
+                // SAFETY: a live operation's memory.
+                Some(body) => unsafe { std::slice::from_raw_parts(body.data.add(body.offset), body.len - body.offset) },
+                None => &[],
+            };
+            let (ahead, all) = (head.len(), head.len() + body.len());
+            let wrote = match (ahead, body.len()) {
+                (0, 0) => {
+                    self.staged.clear();
+                    self.written = 0;
+                    self.stage(items, streams, sent);
+                    if self.staged.is_empty() {
+                        break;
                     }
                     continue;
                 }
-                self.stage(items, streams, sent);
-                if self.staged.is_empty() {
-                    break;
+                (_, 0) => tcp::write(&self.socket, head)?,
+                (0, _) => tcp::write(&self.socket, body)?,
+                // A header goes in one packet with what follows it.
+                _ => tcp::write_both(&self.socket, head, body)?,
+            };
+            self.written += wrote.min(ahead);
+            if let Some(body) = &mut self.body {
+                body.offset += wrote.saturating_sub(ahead);
+                if body.offset == body.len {
+                    if body.last {
+                        sent.push(body.send);
+                    }
+                    self.body = None;
                 }
             }
-            let wrote = tcp::write(&self.socket, &self.staged[self.written..])?;
-            self.written += wrote;
             moved |= wrote > 0;
-            self.blocked = self.written < self.staged.len();
+            self.blocked = wrote < all;
         }
         Ok(moved)
     }
@@ -394,10 +429,15 @@ impl TcpOut {
                     header.cookie = stream.slot;
                     header.len = piece as u32;
                     self.staged.extend_from_slice(&header.encode());
-                    // SAFETY: an offset within the live operation's memory.
+                    // SAFETY: an offset within the live operation's memory, or none.
                     let data = unsafe { stream.data.add(stream.offset) };
                     stream.offset += piece;
                     let last = stream.offset == stream.len;
+                    if piece == 0 {
+                        // A message of no bytes; its memory may be nowhere.
+                        sent.push(stream.send);
+                        continue;
+                    }
                     self.body = Some(Body { data, len: piece, offset: 0, send: stream.send, last });
                     if !last {
                         streams.push_back(stream);

@@ -129,6 +129,8 @@ pub(crate) struct Engine {
     pub inquests: usize,
     /// Peers were asked to ring when they write.
     pub armed: bool,
+    /// The message being handled was put aside for later.
+    pub kept: bool,
 }
 
 impl Engine {
@@ -156,6 +158,7 @@ impl Engine {
             ended: 0,
             inquests: 0,
             armed: false,
+            kept: false,
         }
     }
 

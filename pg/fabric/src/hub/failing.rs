@@ -6,16 +6,43 @@ use std::time::{Duration, Instant};
 use podring_collective::Kind;
 use smallvec::SmallVec;
 
+use super::Hub;
 use super::channel::{Channel, Inquest};
 use super::endpoint::{Endpoint, In, OpKey, Out, RecvKey, SendKey};
 use super::engine::{BURST, Engine, MatchKey, Stage};
 use super::play::Op;
 use crate::error::Failure;
-use crate::wire::{Frame, Header};
+use crate::wire::{Frame, Header, HubId};
 
 /// A failed channel waits this long for what the others have to say: long enough for a rank that lives but gets no
 /// processor. Those known to be gone aren't waited for.
 const INQUEST: Duration = Duration::from_secs(2);
+
+/// How long the links have to tell of a process's end themselves, once somebody else has. What it sent before may be on
+/// its way still.
+const HEARSAY: Duration = Duration::from_millis(250);
+
+impl Hub {
+    /// Somebody who should know says that a process is gone. What needs it fails, a moment later: its links may know
+    /// better by then, and bring what it sent before.
+    pub fn lose(&self, id: HubId, how: String) {
+        let hub = self.clone();
+        let late = move || {
+            std::thread::sleep(HEARSAY);
+            if hub.check_fork().is_ok() {
+                hub.with(|engine| {
+                    let endpoint = engine.endpoint(id);
+                    engine.lose(endpoint, how);
+                    engine.drive();
+                });
+                hub.0.kick();
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("podring-hearsay".into()).spawn(late) {
+            tracing::warn!(%error, "a loss that the links have to find out themselves");
+        }
+    }
+}
 
 impl Engine {
     /// The endpoint of a rank; if it is gone, the operation that needs it fails.
@@ -49,8 +76,11 @@ impl Engine {
         if peer.dead.is_some() || std::mem::replace(&mut peer.ending, true) {
             return;
         }
+        // It may have been the first to give up, and have said why.
+        let how = self.hear_farewell(endpoint).unwrap_or(how);
         tracing::debug!(endpoint, how, "peer lost");
         self.hear_out(endpoint);
+        self.say_farewell(endpoint, &how);
         self.endpoints[endpoint as usize].dead = Some(how.clone());
         // What it wrote before it died is still in the ring.
         while self.read_ring(endpoint, BURST) {}

@@ -4,7 +4,7 @@ use podring_collective::DType;
 use slotmap::{Key, KeyData};
 
 use super::channel::{Body, Early, EarlyDirect};
-use super::endpoint::{In, Item, OpKey, Out, RecvKey, SendKey, Stream};
+use super::endpoint::{CREDIT, In, Item, OpKey, Out, RecvKey, SendKey, Stream, cost};
 use super::engine::{Engine, MatchKey, Orphan, Receiving, STEP, Sending, Stage};
 use crate::error::Failure;
 use crate::link::shm;
@@ -41,7 +41,16 @@ impl Engine {
     /// Acts on a frame whose payload is at hand, in two pieces.
     pub fn handle(&mut self, endpoint: u32, header: &Header, first: &[u8], second: &[u8]) {
         match header.frame {
-            Frame::Eager => self.message(endpoint, header, Some((first, second))),
+            Frame::Eager => {
+                self.kept = false;
+                self.message(endpoint, header, Some((first, second)));
+                if !self.kept {
+                    self.credit(endpoint, cost(first.len() + second.len()));
+                } else if self.endpoints[endpoint as usize].held > CREDIT {
+                    let how = format!("it sent over {CREDIT} bytes that were not asked for, more than it may");
+                    self.lose(endpoint, how);
+                }
+            }
             Frame::Ready => self.message(endpoint, header, None),
             Frame::Data => {
                 self.data(endpoint, header.cookie, first);
@@ -74,7 +83,7 @@ impl Engine {
                 if let Some(rank) = self.rank_in(header.channel, endpoint) {
                     self.check(header.channel, rank, header.seq, header.fingerprint);
                 } else {
-                    self.orphan(endpoint, header, Body::Bytes { buffer: None, len: 0 });
+                    self.orphan(endpoint, header, Body::Bytes { buffer: None, len: 0, cost: 0 });
                 }
             }
             Frame::Abort => {
@@ -95,7 +104,12 @@ impl Engine {
                     inquest.rows[rank as usize] = Some(String::from_utf8_lossy(&text).into_owned());
                 }
             }
-            Frame::Ping => {}
+            Frame::Credit => {
+                let peer = &mut self.endpoints[endpoint as usize];
+                let more = usize::try_from(header.total).unwrap_or(CREDIT);
+                peer.credit = peer.credit.saturating_add(more).min(CREDIT);
+            }
+            Frame::Ping | Frame::Farewell => {}
             Frame::Bye => {
                 if let Some(rank) = self.rank_in(header.channel, endpoint) {
                     if let Some(channel) = self.channels.get_mut(&header.channel) {
@@ -103,7 +117,7 @@ impl Engine {
                     }
                     self.rank_gone(header.channel, rank, "it destroyed the group");
                 } else {
-                    self.orphan(endpoint, header, Body::Bytes { buffer: None, len: 0 });
+                    self.orphan(endpoint, header, Body::Bytes { buffer: None, len: 0, cost: 0 });
                 }
             }
         }
@@ -123,8 +137,29 @@ impl Engine {
 
     /// Lets the sender of an offered message have its memory back unread, and forgets an early one.
     pub fn refuse(&mut self, endpoint: u32, channel: u64, body: &Body) {
-        if let Body::Ready { cookie, .. } = body {
-            self.ack(endpoint, channel, *cookie);
+        match body {
+            Body::Ready { cookie, .. } => self.ack(endpoint, channel, *cookie),
+            Body::Bytes { cost, .. } => self.release(endpoint, *cost),
+        }
+    }
+
+    /// An early message is no longer held.
+    pub fn release(&mut self, endpoint: u32, cost: usize) {
+        self.endpoints[endpoint as usize].held -= cost;
+        self.credit(endpoint, cost);
+    }
+
+    /// Bytes of eager messages were used; their sender is told when they have become many.
+    fn credit(&mut self, endpoint: u32, cost: usize) {
+        let peer = &mut self.endpoints[endpoint as usize];
+        peer.owed += cost;
+        if peer.owed < CREDIT / 4 {
+            return;
+        }
+        let mut header = Header::new(Frame::Credit, 0);
+        header.total = std::mem::take(&mut peer.owed) as u64;
+        if !peer.try_eager(&header, std::ptr::null(), 0) {
+            self.push_item(endpoint, Item::Bare(header));
         }
     }
 
@@ -139,7 +174,7 @@ impl Engine {
     /// A message or the offer of one has come.
     pub fn message(&mut self, endpoint: u32, header: &Header, payload: Option<(&[u8], &[u8])>) {
         let Some(rank) = self.rank_in(header.channel, endpoint) else {
-            let body = self.keep_body(header, payload);
+            let body = self.keep_body(endpoint, header, payload);
             self.orphan(endpoint, header, body);
             return;
         };
@@ -161,7 +196,7 @@ impl Engine {
                     self.deliver_direct(posted.recv, endpoint, rank, header, payload);
                 }
                 None => {
-                    let body = self.keep_body(header, payload);
+                    let body = self.keep_body(endpoint, header, payload);
                     let early = Early { fingerprint: header.fingerprint, total: header.total, body };
                     if let Some(channel) = self.channels.get_mut(&header.channel) {
                         channel.early.push_back(EarlyDirect { from: rank, tag: header.key, early });
@@ -180,27 +215,34 @@ impl Engine {
         match self.expected.remove(&key) {
             Some(recv) => self.deliver(recv, endpoint, header, payload),
             None => {
-                let body = self.keep_body(header, payload);
-                self.unexpected.insert(key, Early { fingerprint: header.fingerprint, total: header.total, body });
+                let body = self.keep_body(endpoint, header, payload);
+                let early = Early { fingerprint: header.fingerprint, total: header.total, body };
+                if let Some(twin) = self.unexpected.insert(key, early) {
+                    self.refuse(endpoint, header.channel, &twin.body);
+                }
             }
         }
     }
 
-    pub fn keep_body(&mut self, header: &Header, payload: Option<(&[u8], &[u8])>) -> Body {
-        match payload {
-            Some((first, second)) if !first.is_empty() => {
-                let len = first.len() + second.len();
-                let buffer = self.memory.take(len);
-                // SAFETY: the buffer has at least `len` bytes.
-                unsafe {
-                    std::ptr::copy_nonoverlapping(first.as_ptr(), buffer.as_ptr(), first.len());
-                    std::ptr::copy_nonoverlapping(second.as_ptr(), buffer.as_ptr().add(first.len()), second.len());
-                }
-                Body::Bytes { buffer: Some(buffer), len }
-            }
-            Some(_) => Body::Bytes { buffer: None, len: 0 },
-            None => Body::Ready { addr: header.addr, cookie: header.cookie },
+    /// What is kept of a message that nobody here has asked for yet.
+    fn keep_body(&mut self, endpoint: u32, header: &Header, payload: Option<(&[u8], &[u8])>) -> Body {
+        let Some((first, second)) = payload else {
+            return Body::Ready { addr: header.addr, cookie: header.cookie };
+        };
+        let len = first.len() + second.len();
+        let cost = cost(len);
+        self.kept = true;
+        self.endpoints[endpoint as usize].held += cost;
+        if len == 0 {
+            return Body::Bytes { buffer: None, len, cost };
         }
+        let buffer = self.memory.take(len);
+        // SAFETY: the buffer has at least `len` bytes.
+        unsafe {
+            std::ptr::copy_nonoverlapping(first.as_ptr(), buffer.as_ptr(), first.len());
+            std::ptr::copy_nonoverlapping(second.as_ptr(), buffer.as_ptr().add(first.len()), second.len());
+        }
+        Body::Bytes { buffer: Some(buffer), len, cost }
     }
 
     /// Compares what a rank called with what this one called or will call. `false` if they differ.
@@ -407,10 +449,11 @@ impl Engine {
         header.total = len as u64;
         let peer = &mut self.endpoints[endpoint as usize];
         let limit = match peer.out {
-            Out::Tcp(_) | Out::Dialing { .. } => self.config.eager_tcp,
+            Out::Tcp(_) | Out::Dialing(_) => self.config.eager_tcp,
             _ => self.config.eager_shm,
         };
-        if len <= limit {
+        if len <= limit && cost(len) <= peer.credit {
+            peer.credit -= cost(len);
             header.frame = Frame::Eager;
             header.len = len as u32;
             if peer.try_eager(&header, data, len) {
@@ -457,7 +500,8 @@ impl Engine {
                 self.deliver_ready(recv, endpoint, early.total, addr, cookie);
                 false
             }
-            Body::Bytes { buffer, len } => {
+            Body::Bytes { buffer, len, cost } => {
+                self.release(endpoint, cost);
                 let Some(receiving) = self.recvs.get(recv) else { return false };
                 if len != receiving.len {
                     self.wrong_length(recv, endpoint, len as u64);

@@ -35,6 +35,7 @@ pub use ticket::{Callback, Keep, State, Ticket};
 
 use crate::error::{Failure, HubError};
 use crate::fork::{self, Guarded};
+use crate::handshake::{Job, Secret};
 use crate::memory::{Buffer, SharedPool};
 use crate::wire::HubId;
 use channel::Channel;
@@ -68,6 +69,7 @@ struct Shared {
     epoll: Arc<Guarded>,
     bell: Arc<Guarded>,
     address: Address,
+    secret: Option<Secret>,
     /// Callers that wait.
     foreground: AtomicUsize,
     /// Waiters that sleep on the sockets: none or one.
@@ -174,9 +176,10 @@ impl Hub {
         let machine = machine();
         let host = config.host.clone().unwrap_or_else(|| machine.clone());
         let name = config.host.clone().unwrap_or(name);
-        let net = Net::new(me, host, machine, name, config.port)?;
+        let net = Net::new(me, &config, host, machine, name)?;
         let memory = SharedPool::default();
         let (epoll, bell, address) = (net.epoll.clone(), net.bell.clone(), net.address.clone());
+        let secret = config.secret.clone();
         let shared = Arc::new(Shared {
             engine: Mutex::new(Engine::new(config, net, memory.clone())),
             inbox: SegQueue::new(),
@@ -186,6 +189,7 @@ impl Hub {
             epoll,
             bell,
             address,
+            secret,
             foreground: AtomicUsize::new(0),
             sleepers: AtomicUsize::new(0),
             passengers: Mutex::new(Vec::new()),
@@ -218,6 +222,11 @@ impl Hub {
         &self.0.address
     }
 
+    /// The job's secret, if it comes from outside.
+    pub fn secret(&self) -> Option<&Secret> {
+        self.0.secret.as_ref()
+    }
+
     /// The pool on which callbacks run.
     pub fn callbacks(&self) -> &Arc<Pool> {
         &self.0.pool
@@ -228,9 +237,9 @@ impl Hub {
         if self.0.generation == fork::generation() { Ok(()) } else { Err(HubError::Forked) }
     }
 
-    /// Accepts and presents the job's secret.
-    pub fn trust(&self, token: [u8; 16]) {
-        self.with(|engine| engine.trust(token));
+    /// Lets the members of a job in, and calls them as such from now on.
+    pub fn trust(&self, job: Job) {
+        self.with(|engine| engine.trust(job));
     }
 
     /// Opens a group.
@@ -245,24 +254,7 @@ impl Hub {
                 return Err(HubError::Duplicate { name: spec.name.clone() });
             }
             let mut hosts: Vec<&str> = Vec::new();
-            let mut channel = Channel {
-                name: spec.name.clone(),
-                me: spec.me,
-                members: Vec::with_capacity(spec.members.len()),
-                rank_of: rustc_hash::FxHashMap::default(),
-                hosts: Vec::with_capacity(spec.members.len()),
-                left: vec![false; spec.members.len()],
-                failed: None,
-                inquest: None,
-                started: 0,
-                records: std::collections::VecDeque::new(),
-                active: SmallVec::new(),
-                posted: Vec::new(),
-                early: std::collections::VecDeque::new(),
-                heard: rustc_hash::FxHashMap::default(),
-                plans: rustc_hash::FxHashMap::default(),
-                pending: 0,
-            };
+            let mut channel = Channel::new(spec.name.clone(), spec.me, spec.members.len());
             for (rank, address) in spec.members.iter().enumerate() {
                 let host = hosts.iter().position(|known| *known == address.host).unwrap_or_else(|| {
                     hosts.push(&address.host);
@@ -338,6 +330,14 @@ impl Hub {
             return (0, 0);
         }
         (self.with(|engine| engine.shared_memory()), self.0.memory.kept())
+    }
+
+    /// Bytes held of messages that came before anybody here asked for them.
+    pub fn early(&self) -> usize {
+        if self.check_fork().is_err() {
+            return 0;
+        }
+        self.with(|engine| engine.endpoints.iter().map(|peer| peer.held).sum())
     }
 
     fn with<R>(&self, act: impl FnOnce(&mut Engine) -> R) -> R {

@@ -133,7 +133,9 @@ impl Engine {
         for orphan in self.orphans.remove(&id).unwrap_or_default() {
             let Orphan { endpoint, header, body } = orphan;
             match body {
-                Body::Bytes { buffer, len } => {
+                Body::Bytes { buffer, len, cost } => {
+                    // It is counted anew.
+                    self.endpoints[endpoint as usize].held -= cost;
                     let bytes = match &buffer {
                         // SAFETY: filled with `len` bytes when kept.
                         Some(buffer) => unsafe { std::slice::from_raw_parts(buffer.as_ptr(), len) },
@@ -151,9 +153,11 @@ impl Engine {
 
     /// Removes a channel. What is under way fails.
     pub fn close(&mut self, id: u64) {
-        if !self.channels.contains_key(&id) {
-            return;
-        }
+        let Some(channel) = self.channels.get(&id) else { return };
+        // A failure with a table is spread by everybody who hears of it; of another, those who wait for this rank hear
+        // the cause with its leaving, or they would take that for the cause.
+        let failed = channel.failed.clone().filter(|failure| !failure.has_ledger());
+        let report = failed.map(|failure| serde_json::to_vec(&*failure).unwrap_or_default());
         self.end_channel(id, Failure::Aborted { by: None, why: "the group was destroyed".into() });
         if let Some(channel) = self.channels.remove(&id) {
             if channel.inquest.is_some() {
@@ -162,6 +166,9 @@ impl Engine {
             for &endpoint in channel.members.iter().filter(|&&endpoint| endpoint != u32::MAX) {
                 // Only those who heard from this process before can be waiting for it.
                 if !matches!(self.endpoints[endpoint as usize].out, Out::Idle) {
+                    if let Some(report) = &report {
+                        self.push_owned(endpoint, Header::new(Frame::Abort, id), report);
+                    }
                     self.push_item(endpoint, Item::Bare(Header::new(Frame::Bye, id)));
                 }
             }

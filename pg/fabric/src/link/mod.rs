@@ -2,6 +2,7 @@
 //!
 //! A link is opened by the side that sends on it, when it first has something to send. Whoever answers opens its own.
 
+pub mod interfaces;
 pub mod ring;
 pub mod shm;
 pub mod tcp;

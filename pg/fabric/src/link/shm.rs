@@ -19,7 +19,8 @@ use rustix::net::{
 };
 
 use super::ring::CONTROL;
-use crate::wire::{HELLO, Hello, HubId, WireError};
+use crate::handshake::{LOCAL_OPENING, LocalOpening};
+use crate::wire::{HubId, WireError};
 
 /// Shared memory mapped into this process, not inherited by forked children.
 #[derive(Debug)]
@@ -102,20 +103,25 @@ pub fn listener(hub: HubId) -> Result<OwnedFd, Errno> {
     Ok(fd)
 }
 
-/// Accepts one connection; the peer must be the same user.
+/// Accepts one connection; the peer must be the same user, else `ACCESS`.
 pub fn accept(listener: impl AsFd) -> Result<OwnedFd, Errno> {
     let fd = accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?;
-    let peer = sockopt::socket_peercred(&fd)?;
-    if peer.uid != rustix::process::geteuid() && !peer.uid.is_root() {
-        return Err(Errno::ACCESS);
-    }
+    same_user(&fd)?;
     Ok(fd)
 }
 
-/// Connects to a hub. `CONNREFUSED`: it isn't on this host (or is gone). `AGAIN`: its queue is full.
+/// The kernel vouches for who bound or connected the other end. An abstract name has no mode that would say who may use
+/// it, so this does.
+fn same_user(fd: &OwnedFd) -> Result<(), Errno> {
+    if sockopt::socket_peercred(fd)?.uid == rustix::process::geteuid() { Ok(()) } else { Err(Errno::ACCESS) }
+}
+
+/// Connects to a hub. `CONNREFUSED`: it isn't on this host (or is gone). `AGAIN`: its queue is full. `ACCESS`: it is
+/// another user's, which shares no memory with this one.
 pub fn dial(hub: HubId) -> Result<OwnedFd, Errno> {
     let fd = socket()?;
     connect(&fd, &address(hub)?)?;
+    same_user(&fd)?;
     Ok(fd)
 }
 
@@ -126,20 +132,27 @@ pub fn peer_pid(fd: impl AsFd) -> Option<rustix::process::Pid> {
     (credentials.pid.as_raw_nonzero().get() > 0).then_some(credentials.pid)
 }
 
-/// Sends a hello with the ring and the sender's bell.
-pub fn send_hello(fd: impl AsFd, hello: &Hello, ring: &OwnedFd, bell: impl AsFd) -> Result<(), Errno> {
-    send_with(fd, &hello.encode(), &[ring.as_fd(), bell.as_fd()])
+/// Opens a link: sends the ring and the sender's bell.
+pub fn send_opening(fd: impl AsFd, opening: &LocalOpening, ring: &OwnedFd, bell: impl AsFd) -> Result<(), Errno> {
+    send_with(fd, &opening.encode(), &[ring.as_fd(), bell.as_fd()])
 }
 
-/// Answers a hello with this side's bell.
+/// Answers an opening with this side's bell.
 pub fn send_welcome(fd: impl AsFd, bell: impl AsFd) -> Result<(), Errno> {
     send_with(fd, b"w", &[bell.as_fd()])
 }
 
+/// Answers an opening that proves nothing. Whoever is told so could have found out by other means.
+pub fn send_refusal(fd: impl AsFd) -> Result<(), Errno> {
+    send_with(fd, REFUSAL, &[])
+}
+
+const REFUSAL: &[u8; 1] = b"r";
+
 fn send_with(fd: impl AsFd, bytes: &[u8], fds: &[std::os::fd::BorrowedFd<'_>]) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
         return Err(Errno::NOBUFS);
     }
     sendmsg(fd, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
@@ -149,22 +162,22 @@ fn send_with(fd: impl AsFd, bytes: &[u8], fds: &[std::os::fd::BorrowedFd<'_>]) -
 /// What opening a link brought.
 #[derive(Debug)]
 pub struct Opened {
-    /// The hello.
-    pub hello: Hello,
+    /// Who opened it.
+    pub by: LocalOpening,
     /// The ring's memory.
     pub ring: OwnedFd,
     /// The opener's bell.
     pub bell: OwnedFd,
 }
 
-/// Reads a hello. `Ok(None)`: nothing there yet.
-pub fn recv_hello(fd: impl AsFd) -> Result<Option<Opened>, WireError> {
-    let mut bytes = [0u8; HELLO + 1];
+/// Reads an opening. `Ok(None)`: nothing there yet.
+pub fn recv_opening(fd: impl AsFd) -> Result<Option<Opened>, WireError> {
+    let mut bytes = [0u8; LOCAL_OPENING + 1];
     match recv_with(fd, &mut bytes) {
         Ok((len, mut fds)) => {
-            let hello = Hello::decode(&bytes[..len])?;
+            let by = LocalOpening::decode(&bytes[..len])?;
             match (fds.pop(), fds.pop()) {
-                (Some(bell), Some(ring)) => Ok(Some(Opened { hello, ring, bell })),
+                (Some(bell), Some(ring)) => Ok(Some(Opened { by, ring, bell })),
                 _ => Err(WireError::Hello),
             }
         }
@@ -173,11 +186,12 @@ pub fn recv_hello(fd: impl AsFd) -> Result<Option<Opened>, WireError> {
     }
 }
 
-/// Reads the answer to a hello: the peer's bell. `Ok(None)`: nothing there yet. An error means the peer is gone or
-/// refused.
+/// Reads the answer to an opening: the peer's bell. `Ok(None)`: nothing there yet. `ACCESS`: the opening proved nothing to
+/// the peer. Another error means that it is gone.
 pub fn recv_welcome(fd: impl AsFd) -> Result<Option<OwnedFd>, Errno> {
     let mut bytes = [0u8; 1];
     match recv_with(fd, &mut bytes) {
+        Ok((1, _)) if bytes == *REFUSAL => Err(Errno::ACCESS),
         Ok((1, mut fds)) => fds.pop().map(Some).ok_or(Errno::CONNRESET),
         Ok(_) => Err(Errno::CONNRESET),
         Err(Errno::AGAIN) => Ok(None),
@@ -224,10 +238,11 @@ pub fn permit_reads() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::handshake::{Opening, Secret};
     use rustix::event::{EventfdFlags, eventfd};
 
     #[test]
-    fn a_hello_carries_ring_and_bell() {
+    fn an_opening_carries_ring_and_bell() {
         let mut raw = [0u8; 16];
         getrandom::fill(&mut raw).unwrap();
         let to = HubId(u128::from_le_bytes(raw));
@@ -235,20 +250,23 @@ mod tests {
         let out = dial(to).unwrap();
         let accepted = accept(&listening).unwrap();
         assert_eq!(peer_pid(&accepted), Some(rustix::process::getpid()));
-        assert!(recv_hello(&accepted).unwrap().is_none());
+        assert!(recv_opening(&accepted).unwrap().is_none());
         let (ring, _mapping) = create_ring(4096).unwrap();
         let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let hello = Hello { from: HubId(1), to, token: [3; 16], capacity: 4096, proof: 0, pid: 5 };
-        send_hello(&out, &hello, &ring, &bell).unwrap();
-        let opened = recv_hello(&accepted).unwrap().unwrap();
-        assert_eq!(opened.hello, hello);
+        let opening = Opening { job: 1, from: HubId(1), to, ranks: [0, 1], nonce: [3; 32] };
+        let sent = LocalOpening::new(&Secret::new([4; 32]), opening, 4096, 0);
+        send_opening(&out, &sent, &ring, &bell).unwrap();
+        let opened = recv_opening(&accepted).unwrap().unwrap();
+        assert_eq!(opened.by, sent);
         assert_eq!(map_ring(&opened.ring, 4096).unwrap().len(), CONTROL + 4096);
         assert!(map_ring(&opened.ring, 8192).is_err());
         assert!(recv_welcome(&out).unwrap().is_none());
         send_welcome(&accepted, &bell).unwrap();
         assert!(recv_welcome(&out).unwrap().is_some());
+        send_refusal(&accepted).unwrap();
         drop(accepted);
-        assert!(recv_welcome(&out).is_err());
+        assert_eq!(recv_welcome(&out).unwrap_err(), Errno::ACCESS);
+        assert_eq!(recv_welcome(&out).unwrap_err(), Errno::CONNRESET);
     }
 
     #[test]

@@ -1,29 +1,40 @@
 //! Links between hosts: one TCP connection each way.
 
-use std::io;
+use std::io::IoSlice;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::LazyLock;
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, accept_with, bind, connect, getsockname, listen,
-    recv, send, socket_with, sockopt,
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags, SocketType, acceptfrom_with, bind, connect,
+    getsockname, listen, recv, send, sendmsg, socket_with, sockopt,
 };
 
-/// Socket buffer size asked for, in bytes; the kernel may give less.
-const BUFFER: usize = 4 << 20;
-
-/// A listening socket on every address of this host, and its port. Both IP versions where the host has them.
-pub fn listener(port: u16) -> Result<(OwnedFd, u16), Errno> {
-    let any: [SocketAddr; 2] = [(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()];
-    let mut last = Errno::AFNOSUPPORT;
-    for address in any {
-        match listen_on(address) {
-            Ok(bound) => return Ok(bound),
-            Err(errno) => last = errno,
+/// A listening socket on every address of this host, and its port: the first of those given that is free, 0 for any.
+/// Both IP versions where the host has them.
+pub fn listener(ports: &RangeInclusive<u16>) -> Result<(OwnedFd, u16), Errno> {
+    let mut last = Errno::ADDRINUSE;
+    for port in ports.clone() {
+        match listener_on(port) {
+            Err(errno @ (Errno::ADDRINUSE | Errno::ACCESS)) => last = errno,
+            other => return other,
         }
     }
     Err(last)
+}
+
+fn listener_on(port: u16) -> Result<(OwnedFd, u16), Errno> {
+    let any: [SocketAddr; 2] = [(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()];
+    match listen_on(any[0]) {
+        // IPv4 alone might still be had, but then somebody else would answer at this host's IPv6 addresses.
+        taken @ Err(Errno::ADDRINUSE | Errno::ACCESS) => taken,
+        // There is no IPv6 here.
+        Err(_) => listen_on(any[1]),
+        bound => bound,
+    }
 }
 
 fn listen_on(address: SocketAddr) -> Result<(OwnedFd, u16), Errno> {
@@ -47,15 +58,40 @@ fn tune(fd: &OwnedFd) {
     // Each is a wish: a kernel that refuses one still gives a working link.
     let _ = sockopt::set_tcp_nodelay(fd, true);
     let _ = sockopt::set_socket_keepalive(fd, true);
-    let _ = sockopt::set_socket_send_buffer_size(fd, BUFFER);
-    let _ = sockopt::set_socket_recv_buffer_size(fd, BUFFER);
+    // A size asked for stays as it is, cut to the system's limit; that is often less than what the kernel itself would
+    // grow the buffer to. So only where it is to be had in full.
+    let [send, receive] = *LIMITS;
+    if send >= BUFFER {
+        let _ = sockopt::set_socket_send_buffer_size(fd, BUFFER);
+    }
+    if receive >= BUFFER {
+        let _ = sockopt::set_socket_recv_buffer_size(fd, BUFFER);
+    }
 }
 
-/// Accepts one connection.
-pub fn accept(listener: impl AsFd) -> Result<OwnedFd, Errno> {
-    let fd = accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?;
+/// Socket buffer size asked for, in bytes.
+const BUFFER: usize = 4 << 20;
+
+/// The system's limits of socket buffers for sending and receiving, in bytes; 0 where they can't be read.
+static LIMITS: LazyLock<[usize; 2]> = LazyLock::new(|| {
+    ["wmem_max", "rmem_max"].map(|name| {
+        let text = std::fs::read_to_string(format!("/proc/sys/net/core/{name}")).unwrap_or_default();
+        text.trim().parse().unwrap_or(0)
+    })
+});
+
+/// Accepts one connection; also says from where.
+pub fn accept(listener: impl AsFd) -> Result<(OwnedFd, IpAddr), Errno> {
+    let (fd, from) = acceptfrom_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?;
     tune(&fd);
-    Ok(fd)
+    let from = from.and_then(|from| SocketAddr::try_from(from).ok());
+    Ok((fd, from.map_or(Ipv6Addr::UNSPECIFIED.into(), |from| from.ip().to_canonical())))
+}
+
+/// What is sent and not acknowledged for so long ends the connection.
+pub fn limit_silence(fd: impl AsFd, limit: Duration) {
+    // A wish, as in `tune`: without it only the peer's own silence tells.
+    let _ = sockopt::set_tcp_user_timeout(fd, u32::try_from(limit.as_millis()).unwrap_or(u32::MAX));
 }
 
 /// Begins to connect; writable when connected, see [`connected`].
@@ -81,6 +117,16 @@ pub fn write(fd: impl AsFd, bytes: &[u8]) -> Result<usize, Errno> {
     }
 }
 
+/// Sends what the socket takes now of two pieces, one after the other; 0 if nothing.
+pub fn write_both(fd: impl AsFd, first: &[u8], second: &[u8]) -> Result<usize, Errno> {
+    let pieces = [IoSlice::new(first), IoSlice::new(second)];
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    match sendmsg(fd, &pieces, &mut SendAncillaryBuffer::default(), flags) {
+        Err(Errno::AGAIN | Errno::INTR) => Ok(0),
+        other => other,
+    }
+}
+
 /// Reads what has come; `Ok(None)` if nothing has, `Ok(Some(0))` at the end.
 pub fn read(fd: impl AsFd, into: &mut [u8]) -> Result<Option<usize>, Errno> {
     match recv(fd, into, RecvFlags::DONTWAIT) {
@@ -90,37 +136,51 @@ pub fn read(fd: impl AsFd, into: &mut [u8]) -> Result<Option<usize>, Errno> {
     }
 }
 
-/// Addresses at which other processes may find this host: those of its interfaces, loopback last. Link-local ones are
-/// left out: they mean nothing without an interface.
-pub fn addresses() -> io::Result<Vec<IpAddr>> {
-    let mut found: Vec<IpAddr> = if_addrs::get_if_addrs()?
-        .into_iter()
-        .filter(|interface| !interface.is_link_local())
-        .map(|interface| interface.ip())
-        .collect();
-    found.sort_by_key(|address| (address.is_loopback(), address.is_ipv6(), *address));
-    found.dedup();
-    Ok(found)
+/// Something has come.
+pub fn has_bytes(fd: impl AsFd) -> bool {
+    matches!(recv(fd, &mut [0u8; 1], RecvFlags::DONTWAIT | RecvFlags::PEEK), Ok((_, 1..)))
+}
+
+/// Nothing has come, and the connection stands.
+pub fn is_quiet(fd: impl AsFd) -> bool {
+    matches!(recv(fd, &mut [0u8; 1], RecvFlags::DONTWAIT | RecvFlags::PEEK), Err(Errno::AGAIN | Errno::INTR))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::{Duration, Instant};
+    use std::time::Instant;
+
+    #[test]
+    fn the_first_free_port_of_a_range_is_taken() {
+        // Some ports in a row that are free; others may take one meanwhile, so try again.
+        let taken = (0..100).find_map(|_| {
+            let (taken, port) = listener(&(0..=0)).unwrap();
+            let range = port..=port.checked_add(3)?;
+            let (_second, second) = listener(&range).ok()?;
+            assert!(second > port && range.contains(&second));
+            Some((taken, port))
+        });
+        let (_taken, port) = taken.unwrap();
+        assert_eq!(listener(&(port..=port)).unwrap_err(), Errno::ADDRINUSE);
+    }
 
     #[test]
     fn bytes_arrive_over_loopback() {
-        let (listening, port) = listener(0).unwrap();
+        let (listening, port) = listener(&(0..=0)).unwrap();
         let out = dial((Ipv4Addr::LOCALHOST, port).into()).unwrap();
         let end = Instant::now() + Duration::from_secs(5);
         let accepted = loop {
             match accept(&listening) {
-                Ok(fd) => break fd,
+                Ok((fd, from)) => {
+                    assert_eq!(from, Ipv4Addr::LOCALHOST);
+                    break fd;
+                }
                 Err(_) => assert!(Instant::now() < end),
             }
         };
         connected(&out).unwrap();
-        assert_eq!(write(&out, b"hello").unwrap(), 5);
+        assert_eq!(write_both(&out, b"hel", b"lo").unwrap(), 5);
         let mut buffer = [0u8; 8];
         loop {
             if let Some(got) = read(&accepted, &mut buffer).unwrap() {
@@ -133,12 +193,5 @@ mod tests {
         while read(&accepted, &mut buffer).unwrap() != Some(0) {
             assert!(Instant::now() < end);
         }
-    }
-
-    #[test]
-    fn loopback_comes_last() {
-        let found = addresses().unwrap();
-        let first_loopback = found.iter().position(IpAddr::is_loopback).unwrap_or(found.len());
-        assert!(found[first_loopback..].iter().all(IpAddr::is_loopback));
     }
 }

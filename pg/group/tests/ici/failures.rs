@@ -127,6 +127,7 @@ fn a_group_without_devices_says_so() {
         global_ranks: None,
         timeout: LONG,
         store: std::sync::Arc::new(podring_group::MemoryStore::default()),
+        rendezvous: None,
     };
     let group = ProcessGroup::form(&runtime, config, || false).unwrap();
     let Err(error) = group.post_device(DeviceCall::staged(barrier())) else { panic!("it ran") };

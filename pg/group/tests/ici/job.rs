@@ -120,7 +120,8 @@ impl Rank {
 
     fn form(&self, rank: u32, size: u32, name: &str, global_ranks: Option<Vec<u32>>) -> Result<ProcessGroup, Error> {
         let store = Arc::new(self.store.clone());
-        let config = Config { rank, size, name: name.into(), global_ranks, timeout: self.timeout, store };
+        let config =
+            Config { rank, size, name: name.into(), global_ranks, timeout: self.timeout, store, rendezvous: None };
         ProcessGroup::form(&self.runtime, config, || false)
     }
 }

@@ -1,10 +1,39 @@
 """podring: TPU collectives for PyTorch.
 
 ``torch.distributed.init_process_group("tpu")`` finds podring by itself; nothing here need be imported for that, and
-importing this does not import torch. ``device_mesh`` and ``rank_order`` lay a mesh over a TPU slice.
+importing this does not import torch. ``device_mesh`` and ``rank_order`` lay a mesh over a TPU slice; ``Store`` is a
+client of a coordinator's key-value store.
 """
 
-from podring._core import __version__
-from podring.mesh import device_mesh, rank_order
+from __future__ import annotations
 
-__all__ = ["__version__", "device_mesh", "rank_order"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from podring._core import __version__
+    from podring.mesh import device_mesh, rank_order
+    from podring.store import Store
+
+__all__ = ["Store", "__version__", "device_mesh", "rank_order"]
+
+# `import torch` imports this package for podring._hooks: what costs time, or can fail, is imported when asked for.
+_HOMES = {
+    "Store": "podring.store",
+    "__version__": "podring._core",
+    "device_mesh": "podring.mesh",
+    "rank_order": "podring.mesh",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

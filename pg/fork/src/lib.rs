@@ -80,6 +80,32 @@ impl Drop for Guarded {
     }
 }
 
+/// A descriptor that somebody else owns, closed in forked children for as long as this lives. Drop it before the owner
+/// closes the descriptor.
+#[derive(Debug)]
+pub struct Marked {
+    fd: RawFd,
+    generation: u32,
+}
+
+impl Marked {
+    /// Marks a descriptor.
+    pub fn new(fd: &impl AsRawFd) -> Self {
+        install();
+        let fd = fd.as_raw_fd();
+        mark(fd, true);
+        Marked { fd, generation: generation() }
+    }
+}
+
+impl Drop for Marked {
+    fn drop(&mut self) {
+        if self.generation == generation() {
+            mark(self.fd, false);
+        }
+    }
+}
+
 fn mark(fd: RawFd, ours: bool) {
     let (index, bit) = (fd as usize / 64, 1u64 << (fd as usize % 64));
     if let Some(word) = OURS.get(index) {

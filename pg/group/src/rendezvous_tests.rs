@@ -1,0 +1,147 @@
+//! A rendezvous that the test plays.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use podring_collective::{Collective, Kind as Op};
+use smallvec::SmallVec;
+
+use super::*;
+use crate::error::Kind;
+use crate::group::{Config, ProcessGroup};
+use crate::runtime::Runtime;
+use crate::store::{MemoryStore, StoreError};
+use crate::world::form;
+
+type Tell = Box<dyn Fn(News) + Send + Sync>;
+
+/// What is seen and said of one rank's place.
+#[derive(Default)]
+struct Played {
+    tell: Mutex<Option<Tell>>,
+    reported: Mutex<Vec<(u64, Failure)>>,
+    left: AtomicU32,
+}
+
+struct Place(Arc<Played>);
+
+struct Knowledge(Arc<Played>, u64);
+
+impl Membership for Knowledge {
+    fn report(&self, failure: &Failure) -> Result<(), StoreError> {
+        self.0.reported.lock().push((self.1, failure.clone()));
+        Ok(())
+    }
+
+    fn watch(&self) -> Result<Option<Failure>, StoreError> {
+        Ok(None)
+    }
+
+    fn epoch(&self) -> u64 {
+        7
+    }
+}
+
+impl Seat for Place {
+    fn membership(&self, channel: u64, _: u64) -> Box<dyn Membership> {
+        Box::new(Knowledge(self.0.clone(), channel))
+    }
+
+    fn listen(&self, tell: Tell) {
+        *self.0.tell.lock() = Some(tell);
+    }
+
+    fn leave(&self) {
+        self.0.left.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+struct Player(Arc<Played>);
+
+impl Rendezvous for Player {
+    fn join(
+        &self,
+        forming: &Forming<'_>,
+        store: &Arc<dyn Store>,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<(World, Arc<dyn Seat>), Error> {
+        Ok((form(&**store, forming, interrupted)?, Arc::new(Place(self.0.clone()))))
+    }
+}
+
+/// Two ranks; rank 0 does `body` with its default group, a group within it, and its place. Rank 1 only waits.
+fn play(body: impl Fn(&ProcessGroup, &ProcessGroup, &Played) + Sync) {
+    let store = MemoryStore::default();
+    let together = std::sync::Barrier::new(2);
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let (store, body, together) = (store.clone(), &body, &together);
+            scope.spawn(move || {
+                let played = Arc::new(Played::default());
+                let config = |name: &str, global_ranks| Config {
+                    rank,
+                    size: 2,
+                    name: name.into(),
+                    global_ranks,
+                    timeout: Duration::from_secs(30),
+                    store: Arc::new(store.clone()),
+                    rendezvous: Some(Arc::new(Player(played.clone()))),
+                };
+                let runtime = Runtime::start(podring_fabric::hub::Config::default()).unwrap();
+                let world = ProcessGroup::form(&runtime, config("world", None), || false).unwrap();
+                let within = ProcessGroup::form(&runtime, config("within", Some(vec![0, 1])), || false).unwrap();
+                if rank == 0 {
+                    body(&world, &within, &played);
+                }
+                together.wait();
+                within.shutdown();
+                assert_eq!(played.left.load(Ordering::SeqCst), 0);
+                world.shutdown();
+                assert_eq!(played.left.load(Ordering::SeqCst), 1);
+                runtime.stop();
+            });
+        }
+    });
+}
+
+fn barrier(group: &ProcessGroup) -> Error {
+    let call = Collective { kind: Op::Barrier, parts: SmallVec::new() };
+    group.post(call, None, None, true).unwrap().wait(None, || false).unwrap_err()
+}
+
+#[test]
+fn a_loss_fails_what_needs_the_rank_and_is_reported_for_its_group() {
+    play(|world, within, played| {
+        let how = "told so by the test".to_owned();
+        (played.tell.lock().as_ref().unwrap())(News::Lost { rank: 1, how });
+        let start = Instant::now();
+        for group in [world, within] {
+            let error = barrier(group);
+            assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+            assert!(error.to_string().contains("lost rank 1") && error.to_string().contains("told so"), "{error}");
+        }
+        assert!(start.elapsed() < Duration::from_secs(10));
+        // The watchdog tells each group's members.
+        while played.reported.lock().len() < 2 {
+            assert!(start.elapsed() < Duration::from_secs(10));
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let mut channels: Vec<u64> = played.reported.lock().iter().map(|(channel, _)| *channel).collect();
+        channels.sort_unstable();
+        channels.dedup();
+        assert_eq!(channels.len(), 2);
+    });
+}
+
+#[test]
+fn a_failure_that_a_member_reported_fails_the_group() {
+    play(|world, within, played| {
+        let failure = Failure::Aborted { by: Some(1), why: "enough".into() };
+        let news = News::Failed { channel: within.0.channel, failure };
+        (played.tell.lock().as_ref().unwrap())(news);
+        let error = barrier(within);
+        assert!(error.kind() == Kind::Aborted && error.to_string().contains("enough"), "{error}");
+        assert!(world.error().is_none());
+    });
+}

@@ -1,0 +1,602 @@
+//! The store stream from the ranks' side: the calling thread itself writes and reads, so that no other need be woken.
+//!
+//! A call has a connection for itself while it lasts; connections are kept for later calls. So a thread that waits
+//! holds no other up, and a forked child, which must not touch its parent's connections, makes its own.
+
+use std::io;
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt as _;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use pb::store_call::Call;
+use pb::store_reply::Reply;
+use podring_fork::Guarded;
+use podring_proto as pb;
+use prost::Message as _;
+use rustix::buffer::spare_capacity;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+
+use super::connect::{self, Access};
+use super::error::Error;
+use super::store::Asks;
+use crate::coordinator::stream::keep_alive;
+use crate::frame::{self, HELLO, Inbound, LOOKING, MAGIC};
+use crate::secret::Token;
+use crate::wire;
+
+/// How often one who waits is asked whether to go on.
+const ASKING: Duration = Duration::from_millis(100);
+/// Connections that are kept for later calls.
+const KEPT: usize = 16;
+/// Bytes of the longest key and value whose set isn't waited for.
+const QUIET: (usize, usize) = (4096, 64 << 10);
+
+/// A client's name; 0, with which no call is quiet, if there is no randomness.
+fn nonce() -> u64 {
+    let mut bytes = [0; 8];
+    if getrandom::fill(&mut bytes).is_ok() { u64::from_le_bytes(bytes) | 1 } else { 0 }
+}
+
+/// Connections to one coordinator's store.
+pub(super) struct Streams {
+    pub(super) endpoint: Arc<str>,
+    pub(super) instance: u64,
+    silence: Duration,
+    road: Road,
+    /// The name of this client in quiet calls, and how many it has made.
+    client: AtomicU64,
+    sent: AtomicU64,
+    /// Bytes of the longest key and value in a quiet call: none is refused for its length.
+    quiet: (usize, usize),
+    idle: Mutex<Idle>,
+}
+
+struct Idle {
+    /// The process whose connections these are.
+    owner: u32,
+    lines: Vec<Line>,
+}
+
+/// How to make a connection.
+struct Road {
+    peer: SocketAddr,
+    /// The name of a Unix socket of the same coordinator's.
+    beside: Option<String>,
+    token: Option<Token>,
+    message_bytes: usize,
+}
+
+/// One connection.
+struct Line {
+    /// Closed in forked children: they would keep it open after this process's death.
+    socket: Guarded,
+    inbound: Inbound,
+    out: Vec<u8>,
+    number: u64,
+    /// As whose it was opened.
+    client: u64,
+    /// A quiet call was made on it, and nothing answered since.
+    unsure: bool,
+    message_bytes: usize,
+}
+
+/// Why an exchange has no answer.
+#[derive(Debug)]
+enum Failed {
+    Late,
+    Interrupted,
+    Broken(String),
+    /// What came is no answer.
+    Nonsense(String),
+    TooLong(usize),
+}
+
+impl From<io::Error> for Failed {
+    fn from(error: io::Error) -> Self {
+        Failed::Broken(error.to_string())
+    }
+}
+
+/// A call: how it is written, and how its answer is read.
+struct Exchange<E, R> {
+    encode: E,
+    read: R,
+}
+
+fn decoded(message: &[u8]) -> Result<pb::StoreReply, Failed> {
+    pb::StoreReply::decode(message).map_err(|error| Failed::Nonsense(error.to_string()))
+}
+
+/// What bounds an exchange.
+struct Until<'a> {
+    deadline: Instant,
+    asks: Option<&'a Asks>,
+}
+
+impl Streams {
+    /// Connects, if the coordinator takes store streams. `Ok(None)`: it doesn't, and what it is shall be found out
+    /// otherwise.
+    pub(super) fn connect(access: &Access, stream: TcpStream, limit: Duration) -> Result<Option<Streams>, Error> {
+        let peer = match stream.peer_addr() {
+            Ok(peer) => peer,
+            Err(_) => return Ok(None),
+        };
+        podring_fork::install();
+        let (token, message_bytes) = (access.token.clone(), access.message_bytes);
+        let mut road = Road { peer, beside: None, token, message_bytes };
+        let until = Until { deadline: Instant::now() + limit, asks: None };
+        let client = nonce();
+        let (mut line, mut hello) = match road.greet(stream.into(), (client, 0), &until) {
+            Ok(Ok(greeted)) => greeted,
+            Ok(Err(refusal)) => return Err(Error::Refused { call: "hello", refusal }),
+            Err(_) => return Ok(None),
+        };
+        // The same coordinator through a Unix socket, if there is one of this host and of this user.
+        for name in frame::served_as(peer).map(frame::beside) {
+            let Ok(socket) = unix(&name) else { continue };
+            if let Ok(Ok((near, again))) = road.greet(socket, (client, 0), &until)
+                && again.instance == hello.instance
+            {
+                (line, hello) = (near, again);
+                road.beside = Some(name);
+                break;
+            }
+        }
+        let silence = wire::duration(hello.silence_ms.max(1));
+        road.message_bytes = line.message_bytes;
+        // Not all of it is for Unix sockets, and none of them needs it.
+        let _ = keep_alive(&line.socket, silence);
+        let idle = Mutex::new(Idle { owner: std::process::id(), lines: vec![line] });
+        let endpoint = access.endpoints.join(", ").into();
+        let (client, sent) = (AtomicU64::new(client), AtomicU64::new(0));
+        let least = |most: usize, theirs: u64| usize::try_from(theirs).map_or(most, |theirs| most.min(theirs));
+        let quiet = (least(QUIET.0, hello.key_bytes), least(QUIET.1, hello.value_bytes));
+        Ok(Some(Streams { endpoint, instance: hello.instance, silence, road, client, sent, quiet, idle }))
+    }
+
+    /// Makes a call and waits for its answer, for at most `limit`.
+    pub(super) fn call(
+        &self,
+        call: &'static str,
+        what: Call,
+        limit: Duration,
+        asks: Option<&Asks>,
+    ) -> Result<Reply, Error> {
+        let encode = |number, out: &mut Vec<u8>| {
+            let after = self.sent.load(Ordering::SeqCst);
+            frame::encode(&pb::StoreCall { number, quiet: false, after, call: Some(what) }, out);
+        };
+        self.exchange(call, Exchange { encode, read: decoded }, limit, asks)
+    }
+
+    /// A set that isn't waited for: it is done before whatever this client does next, on whichever connection. `false`:
+    /// that can't be had, and nothing was done.
+    pub(super) fn set(&self, key: &str, value: &[u8], limit: Duration, asks: Option<&Asks>) -> Result<bool, Error> {
+        if key.len() > self.quiet.0 || value.len() > self.quiet.1 {
+            return Ok(false);
+        }
+        let until = Until { deadline: Instant::now() + limit, asks };
+        let mut line = match self.kept()? {
+            Some(line) => line,
+            None => self.open("set", limit.min(self.silence), asks)?,
+        };
+        if line.client == 0 || line.client != self.client.load(Ordering::SeqCst) {
+            self.keep(line);
+            return Ok(false);
+        }
+        let after = self.sent.fetch_add(1, Ordering::SeqCst);
+        let request = pb::SetRequest { instance: self.instance, key: key.to_owned(), value: value.to_owned() };
+        match line.say(after, request, &until) {
+            Ok(()) => self.keep(line),
+            Err(failed) => {
+                // Whether it arrived isn't known, and those who wait for it would wait in vain: another name.
+                self.rename(&mut self.idle.lock());
+                return Err(self.failed("set", failed, limit));
+            }
+        }
+        Ok(true)
+    }
+
+    /// Begins anew as another client, without connections.
+    fn rename(&self, idle: &mut Idle) {
+        *idle = Idle { owner: std::process::id(), lines: Vec::new() };
+        self.sent.store(0, Ordering::SeqCst);
+        self.client.store(nonce(), Ordering::SeqCst);
+    }
+
+    /// multi_set, with nothing copied but into the frame.
+    pub(super) fn multi_set<K: AsRef<str>, V: AsRef<[u8]>>(
+        &self,
+        (keys, values): (&[K], &[V]),
+        limit: Duration,
+        asks: Option<&Asks>,
+    ) -> Result<Reply, Error> {
+        let encode = |number, out: &mut Vec<u8>| {
+            frame::multi_set((number, self.sent.load(Ordering::SeqCst)), self.instance, keys, values, out);
+        };
+        self.exchange("multi_set", Exchange { encode, read: decoded }, limit, asks)
+    }
+
+    /// multi_get; `each` gets the values in order.
+    pub(super) fn multi_get<K: AsRef<str>>(
+        &self,
+        keys: &[K],
+        timeout_ms: u32,
+        mut each: impl FnMut(&[u8]),
+        limit: Duration,
+        asks: Option<&Asks>,
+    ) -> Result<Reply, Error> {
+        let encode = |number, out: &mut Vec<u8>| {
+            frame::multi_get((number, self.sent.load(Ordering::SeqCst)), self.instance, keys, timeout_ms, out);
+        };
+        let read = |message: &[u8]| match frame::read_values(message) {
+            Some((number, values)) => {
+                values.into_iter().for_each(&mut each);
+                Ok(pb::StoreReply { number, reply: Some(Reply::Done(pb::Done {})) })
+            }
+            None => decoded(message),
+        };
+        self.exchange("multi_get", Exchange { encode, read }, limit, asks)
+    }
+
+    fn exchange<E, R>(
+        &self,
+        call: &'static str,
+        what: Exchange<E, R>,
+        limit: Duration,
+        asks: Option<&Asks>,
+    ) -> Result<Reply, Error>
+    where
+        E: FnOnce(u64, &mut Vec<u8>),
+        R: FnOnce(&[u8]) -> Result<pb::StoreReply, Failed>,
+    {
+        let began = Instant::now();
+        let deadline = began + limit;
+        let until = Until { deadline, asks };
+        let failed = |failed| self.failed(call, failed, began.elapsed());
+        let mut line = match self.kept()? {
+            Some(line) => line,
+            None => self.open(call, limit.min(self.silence), asks)?,
+        };
+        let reply = match line.exchange(what, &until) {
+            Ok(reply) => reply,
+            Err(why) => {
+                if line.unsure && matches!(why, Failed::Broken(_) | Failed::Nonsense(_)) {
+                    self.rename(&mut self.idle.lock());
+                }
+                return Err(failed(why));
+            }
+        };
+        self.keep(line);
+        match reply {
+            Reply::Refused(refused) => {
+                let refusal = wire::from_refused(refused);
+                let refusal =
+                    refusal.ok_or_else(|| failed(Failed::Nonsense("a refusal of a newer kind".to_owned())))?;
+                Err(Error::Refused { call, refusal })
+            }
+            reply => Ok(reply),
+        }
+    }
+
+    fn failed(&self, call: &'static str, failed: Failed, waited: Duration) -> Error {
+        let endpoint = self.endpoint.to_string();
+        match failed {
+            Failed::Late => Error::Timeout { call, endpoint, waited },
+            Failed::Interrupted => Error::Interrupted { call },
+            Failed::Broken(how) | Failed::Nonsense(how) => Error::CoordinatorLost { endpoint, how },
+            Failed::TooLong(got) => {
+                let (what, limit) = ("bytes of a message".to_owned(), self.road.message_bytes as u64);
+                let refusal = crate::refusal::Refusal::TooMuch { what, limit, got: got as u64 };
+                Error::Refused { call, refusal }
+            }
+        }
+    }
+
+    /// A kept connection that is alive. An error, once, if one has ended before a set was known to be done.
+    fn kept(&self) -> Result<Option<Line>, Error> {
+        let mut idle = self.idle.lock();
+        let me = std::process::id();
+        if idle.owner != me {
+            // Those of the process this one was forked from, closed here by now.
+            self.rename(&mut idle);
+        }
+        while let Some(line) = idle.lines.pop() {
+            let alive = line.alive();
+            if alive && line.client == self.client.load(Ordering::SeqCst) {
+                return Ok(Some(line));
+            }
+            if !alive && line.unsure {
+                self.rename(&mut idle);
+                let how = "it closed the connection; whether a set before was done isn't known".to_owned();
+                return Err(Error::CoordinatorLost { endpoint: self.endpoint.to_string(), how });
+            }
+        }
+        Ok(None)
+    }
+
+    fn keep(&self, line: Line) {
+        let mut idle = self.idle.lock();
+        let same = line.client == self.client.load(Ordering::SeqCst) && idle.owner == std::process::id();
+        if idle.lines.len() < KEPT && same {
+            idle.lines.push(line);
+        }
+    }
+
+    /// A new connection. A coordinator that was restarted may need a moment.
+    fn open(&self, call: &'static str, limit: Duration, asks: Option<&Asks>) -> Result<Line, Error> {
+        let began = Instant::now();
+        let until = Until { deadline: began + limit, asks };
+        let mut pause = Duration::from_millis(5);
+        loop {
+            let name = (self.client.load(Ordering::SeqCst), self.sent.load(Ordering::SeqCst));
+            let how = match self.road.socket(&until).and_then(|socket| self.road.greet(socket, name, &until)) {
+                Ok(Ok((line, _))) => {
+                    let _ = keep_alive(&line.socket, self.silence);
+                    return Ok(line);
+                }
+                Ok(Err(refusal)) => return Err(Error::Refused { call: "hello", refusal }),
+                Err(Failed::Interrupted) => return Err(Error::Interrupted { call }),
+                Err(Failed::Late) => "no answer to a new connection".to_owned(),
+                Err(Failed::Broken(how) | Failed::Nonsense(how)) => how,
+                Err(Failed::TooLong(_)) => "a hello that is too long".to_owned(),
+            };
+            if until.deadline <= Instant::now() + pause {
+                let how = format!("{how}; tried for {:?}", began.elapsed());
+                return Err(Error::CoordinatorLost { endpoint: self.endpoint.to_string(), how });
+            }
+            if asks.is_some_and(|asks| asks()) {
+                return Err(Error::Interrupted { call });
+            }
+            thread::sleep(pause);
+            pause = (pause * 2).min(ASKING);
+        }
+    }
+}
+
+impl Road {
+    fn socket(&self, until: &Until<'_>) -> Result<OwnedFd, Failed> {
+        if let Some(name) = &self.beside
+            && let Ok(socket) = unix(name)
+        {
+            return Ok(socket);
+        }
+        let left = until.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let stream = TcpStream::connect_timeout(&self.peer, left)?;
+        stream.set_nodelay(true)?;
+        Ok(stream.into())
+    }
+
+    /// Begins a store stream.
+    fn greet(
+        &self,
+        socket: OwnedFd,
+        (client, sent): (u64, u64),
+        until: &Until<'_>,
+    ) -> Result<Result<(Line, pb::HelloReply), crate::refusal::Refusal>, Failed> {
+        let (inbound, message_bytes) = (Inbound::default(), self.message_bytes);
+        // A read that sleeps wakes so often to see whether to go on.
+        let socket = Guarded::new(socket);
+        set_socket_timeout(&socket, Timeout::Recv, Some(ASKING)).map_err(|error| Failed::Broken(error.to_string()))?;
+        let mut line = Line { socket, inbound, out: Vec::new(), number: 0, client, unsure: false, message_bytes };
+        let token = self.token.as_ref().map(Token::reveal).unwrap_or_default();
+        let hello = pb::StoreHello { version: wire::VERSION.to_owned(), token, client, sent };
+        let mut out = Vec::new();
+        frame::encode(&hello, &mut out);
+        out.splice(..0, *MAGIC);
+        line.write(&out, until)?;
+        match line.answer(0, HELLO, until, decoded)? {
+            Reply::Hello(hello) => {
+                let theirs = usize::try_from(hello.message_bytes).ok().filter(|bytes| *bytes > 0);
+                line.message_bytes = theirs.map_or(line.message_bytes, |theirs| theirs.min(line.message_bytes));
+                Ok(Ok((line, hello)))
+            }
+            Reply::Refused(refused) => match wire::from_refused(refused) {
+                Some(refusal) => Ok(Err(refusal)),
+                None => Err(Failed::Nonsense("a refusal of a newer kind".to_owned())),
+            },
+            _ => Err(Failed::Nonsense("no answer to the hello".to_owned())),
+        }
+    }
+}
+
+/// A Unix socket of this host that belongs to this user or to root: the token goes through it.
+fn unix(name: &str) -> io::Result<OwnedFd> {
+    let stream = UnixStream::connect_addr(&std::os::unix::net::SocketAddr::from_abstract_name(name)?)?;
+    let peer = rustix::net::sockopt::socket_peercred(&stream)?;
+    if peer.uid != rustix::process::geteuid() && !peer.uid.is_root() {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    Ok(stream.into())
+}
+
+impl Line {
+    /// Whether the other side is there and has said nothing unasked.
+    fn alive(&self) -> bool {
+        let mut byte = [0];
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        matches!(recv(&self.socket, &mut byte[..], flags), Err(Errno::AGAIN))
+    }
+
+    fn exchange<E, R>(&mut self, what: Exchange<E, R>, until: &Until<'_>) -> Result<Reply, Failed>
+    where
+        E: FnOnce(u64, &mut Vec<u8>),
+        R: FnOnce(&[u8]) -> Result<pb::StoreReply, Failed>,
+    {
+        self.number += 1;
+        let mut out = std::mem::take(&mut self.out);
+        (what.encode)(self.number, &mut out);
+        let long = out.len() - frame::HEAD > self.message_bytes;
+        let written = if long { Err(Failed::TooLong(out.len())) } else { self.write(&out, until) };
+        self.out = out;
+        written?;
+        self.answer(self.number, self.message_bytes, until, what.read)
+    }
+
+    /// Writes a quiet call.
+    fn say(&mut self, after: u64, request: pb::SetRequest, until: &Until<'_>) -> Result<(), Failed> {
+        self.number += 1;
+        let call = pb::StoreCall { number: self.number, quiet: true, after, call: Some(Call::Set(request)) };
+        let mut out = std::mem::take(&mut self.out);
+        frame::encode(&call, &mut out);
+        self.unsure = true;
+        let written = self.write(&out, until);
+        self.out = out;
+        written
+    }
+
+    fn write(&self, bytes: &[u8], until: &Until<'_>) -> Result<(), Failed> {
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            match send(&self.socket, rest, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                Ok(count) => rest = &rest[count..],
+                Err(Errno::AGAIN) => until.ready(&self.socket, PollFlags::OUT)?,
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(Failed::Broken(error.to_string())),
+            }
+        }
+        Ok(())
+    }
+
+    fn answer(
+        &mut self,
+        number: u64,
+        limit: usize,
+        until: &Until<'_>,
+        read: impl FnOnce(&[u8]) -> Result<pb::StoreReply, Failed>,
+    ) -> Result<Reply, Failed> {
+        let sent = Instant::now();
+        let message = loop {
+            match self.inbound.next(limit) {
+                Ok(Some(range)) if range.end <= self.inbound.bytes.len() => break range,
+                Ok(_) => {}
+                Err(frame::TooLong(length)) => return Err(Failed::Nonsense(format!("a frame of {length} bytes"))),
+            }
+            self.inbound.make_room();
+            let looks = sent.elapsed() < LOOKING;
+            let flags = if looks { RecvFlags::DONTWAIT } else { RecvFlags::empty() };
+            match recv(&self.socket, spare_capacity(&mut self.inbound.bytes), flags) {
+                Ok((0, _)) => return Err(Failed::Broken("it closed the connection".to_owned())),
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) if looks => thread::yield_now(),
+                // The socket's own timeout.
+                Err(Errno::AGAIN) => until.passed()?,
+                Err(error) => return Err(Failed::Broken(error.to_string())),
+            }
+        };
+        let reply = read(self.inbound.used(message))?;
+        self.unsure = false;
+        let known = reply.number == number || matches!(reply.reply, Some(Reply::Refused(_)));
+        match reply.reply {
+            Some(answer) if known => Ok(answer),
+            Some(_) => Err(Failed::Nonsense(format!("answer {} to call {number}", reply.number))),
+            None => Err(Failed::Nonsense("an answer of a newer kind".to_owned())),
+        }
+    }
+}
+
+impl Until<'_> {
+    /// Waits until the socket can be written or read.
+    fn ready(&self, socket: &Guarded, flags: PollFlags) -> Result<(), Failed> {
+        loop {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Failed::Late);
+            }
+            let slice = if self.asks.is_some() { left.min(ASKING) } else { left };
+            let slice = Timespec::try_from(slice).ok();
+            let mut fds = [PollFd::new(socket, flags)];
+            match poll(&mut fds, slice.as_ref()) {
+                Ok(0) | Err(Errno::INTR) => {}
+                Ok(_) => return Ok(()),
+                Err(error) => return Err(Failed::Broken(error.to_string())),
+            }
+            self.passed()?;
+        }
+    }
+
+    /// Whether it is time to give up.
+    fn passed(&self) -> Result<(), Failed> {
+        if Instant::now() >= self.deadline {
+            return Err(Failed::Late);
+        }
+        if self.asks.is_some_and(|asks| asks()) {
+            return Err(Failed::Interrupted);
+        }
+        Ok(())
+    }
+}
+
+/// Dials until somebody takes the connection or the time is up.
+pub(super) fn dial(access: &Access, asks: Option<&Asks>) -> Result<TcpStream, Error> {
+    let began = Instant::now();
+    connect::well_formed(access)?;
+    let mut pause = Duration::from_millis(10);
+    loop {
+        let left = access.timeout.saturating_sub(began.elapsed()).max(Duration::from_millis(1));
+        let why = match first_of(&access.endpoints, left) {
+            Ok(stream) => return Ok(stream),
+            Err(why) => why,
+        };
+        let waited = began.elapsed();
+        if waited + pause >= access.timeout {
+            return Err(Error::Absent { endpoint: access.name(), waited, why });
+        }
+        if asks.is_some_and(|asks| asks()) {
+            return Err(Error::Interrupted { call: "connect" });
+        }
+        thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(250));
+    }
+}
+
+/// A connection to the first address that answers, all of them at once. Not on the runtime: a forked child has none.
+fn first_of(endpoints: &[String], limit: Duration) -> Result<TcpStream, String> {
+    let (mut addresses, mut why) = (Vec::new(), Vec::new());
+    for endpoint in endpoints {
+        let Some(named) = connect::split(endpoint) else { continue };
+        match named.to_socket_addrs() {
+            Ok(found) => addresses.extend(found),
+            Err(error) => why.push(format!("{}: {error}", named.0)),
+        }
+    }
+    addresses.sort_unstable();
+    addresses.dedup();
+    let (answer, answers) = mpsc::channel();
+    let several = addresses.len() > 1;
+    for address in addresses {
+        let answer = answer.clone();
+        let connect = move || {
+            let stream = TcpStream::connect_timeout(&address, limit);
+            let _ = answer.send((address, stream.and_then(|stream| stream.set_nodelay(true).map(|()| stream))));
+        };
+        if !several {
+            connect();
+        } else if let Err(error) = thread::Builder::new().name("podring-dial".to_owned()).spawn(connect) {
+            why.push(format!("{address}: {error}"));
+        }
+    }
+    drop(answer);
+    let until = Instant::now() + limit;
+    loop {
+        match answers.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok((_, Ok(stream))) => return Ok(stream),
+            Ok((address, Err(error))) => why.push(format!("{address}: {error}")),
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                why.push("no address answered".to_owned());
+                break;
+            }
+            Err(mpsc::RecvTimeoutError::Disconnected) => break,
+        }
+    }
+    Err(why.join("; "))
+}

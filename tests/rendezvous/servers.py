@@ -1,0 +1,100 @@
+"""Stores for the tests: a server in a process of its own, and clients of it.
+
+The server is a forked child, so that the test's own process starts no thread: other tests fork from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import podring
+import torch.distributed as dist
+from podring.store import Credentials
+
+from tests import processes
+
+AnyStore: TypeAlias = Any
+"""A store: torch's annotations lack half of its methods."""
+HOST = "127.0.0.1"
+LIMIT = 120.0
+"""Seconds after which a server that was forgotten ends by itself."""
+
+
+@dataclass
+class Server:
+    """A store's server. `kind` is tcp or podring."""
+
+    kind: str
+    port: int
+    process: processes.Rank
+    token: str = ""
+
+    def client(self, timeout: float = 10.0, token: str | None = None) -> AnyStore:
+        """A client with a connection of its own."""
+        limit = timedelta(seconds=timeout)
+        if self.kind == "tcp":
+            return dist.TCPStore(HOST, self.port, is_master=False, timeout=limit)
+        token = self.token if token is None else token
+        return podring.Store(HOST, self.port, timeout=limit, token=token, credentials=Credentials())
+
+    def kill(self) -> None:
+        """Ends it as a crash would."""
+        processes.kill(self.process)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends it a signal."""
+        signal.pidfd_send_signal(self.process.pidfd, number)
+
+
+@contextlib.contextmanager
+def server(kind: str, token: str = "", port: int = 0) -> Iterator[Server]:
+    """A server that ends with the block."""
+
+    def main(pipe: processes.Connection) -> None:
+        store: AnyStore
+        if kind == "tcp":
+            store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False)
+        else:
+            store = podring.Store(HOST, port, is_master=True, token=token, credentials=Credentials())
+        pipe.send(store.port)
+        with contextlib.suppress(EOFError):
+            pipe.recv()
+
+    with tempfile.TemporaryDirectory(prefix="podring-store-") as directory:
+        log = Path(directory) / "server.log"
+        process = processes.fork(main, log, LIMIT)
+        try:
+            if not process.pipe.poll(60):
+                raise TimeoutError(f"no server: {process.output()}")
+            yield Server(kind, process.pipe.recv(), process, token)
+        finally:
+            processes.kill(process)
+
+
+def run(body: Callable[[], object], timeout: float = 30.0) -> processes.Rank:
+    """Starts body() in a forked process; see end()."""
+    directory = tempfile.mkdtemp(prefix="podring-store-")
+    return processes.fork(lambda pipe: pipe.send(body()), Path(directory) / "log", timeout)
+
+
+def end(process: processes.Rank, timeout: float = 30.0) -> Any:
+    """What the body of run() returned."""
+    try:
+        if not process.pipe.poll(timeout):
+            raise TimeoutError(f"still running after {timeout} s: {process.output()}")
+        return process.pipe.recv()
+    except EOFError:
+        raise AssertionError(process.output()) from None
+    finally:
+        processes.kill(process)
+        with contextlib.suppress(OSError):
+            os.unlink(process.log)
+            os.rmdir(process.log.parent)

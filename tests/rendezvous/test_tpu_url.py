@@ -1,0 +1,156 @@
+"""init_method="tpu://host:port"."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import podring
+import pytest
+import torch.distributed as dist
+from podring.store import Credentials
+from torch.distributed import rendezvous as torchs_rendezvous
+
+from tests import harness
+from tests.rendezvous import servers
+from tests.rendezvous.servers import HOST, AnyStore, server
+
+
+def rendezvous(url: str, seconds: float = 5) -> tuple[AnyStore, int, int]:
+    """The store, and rank and world size."""
+    return next(torchs_rendezvous(url, timeout=timedelta(seconds=seconds)))
+
+
+@pytest.mark.parametrize("how", ["", "query", "arguments"])
+def test_a_job_forms_with_nothing_of_ours_imported(how: str) -> None:
+    url = f"tpu://{HOST}:{harness.free_port()}"
+    for rank, ended in enumerate(harness.run_job("tpu_url.py", 2, url, *[how] * bool(how))):
+        assert ended.code == 0 and f"rank {rank} of 2: right" in ended.output, ended.output
+
+
+def test_other_backends_over_it() -> None:
+    """It is a plain store. Twice the same URL: one job after the other."""
+    port = harness.free_port()
+
+    def body() -> float:
+        import torch
+
+        total = 0.0
+        for _ in range(2):
+            dist.init_process_group("gloo", init_method=f"tpu://localhost:{port}")
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor)
+            total += tensor.item()
+            dist.barrier()
+            dist.destroy_process_group()
+        return total
+
+    assert harness.run(body, 3, init=False) == [6.0] * 3
+
+
+def test_a_standing_coordinator_is_used(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef-of-the-job")
+    with server("podring", token=token.read_text()) as one:
+
+        def body() -> int:
+            dist.init_process_group("gloo", init_method=f"tpu://{HOST}:{one.port}")
+            dist.barrier()
+            dist.destroy_process_group()
+            return dist.get_rank() if dist.is_initialized() else -1
+
+        env = {"PODRING_TOKEN_FILE": str(token)}
+        assert harness.run(body, 2, init=False, env=env) == [-1, -1]
+        # The ranks are gone, and what they wrote is with the coordinator still.
+        assert one.client().num_keys() > 0
+
+
+def test_ipv6() -> None:
+    port = harness.free_port()
+
+    def body() -> int:
+        store, rank, world_size = rendezvous(f"tpu://[::1]:{port}")
+        came = int(store.add("sum", 1))
+        store.set(f"rank{rank}", "")
+        # The coordinator ends with rank 0's store.
+        if rank == 0:
+            store.wait([f"rank{other}" for other in range(world_size)])
+        return came
+
+    assert sorted(harness.run(body, 2, init=False)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("tpu://localhost", "expected tpu://host:port"),
+        ("tpu://localhost:0", "expected tpu://host:port"),
+        ("tpu://:29400", "expected tpu://host:port"),
+        ("tpu://localhost:1?rank=0", "no world_size"),
+        ("tpu://localhost:1?world_size=2", "no rank"),
+        ("tpu://localhost:1?rank=two&world_size=2", "rank: expected a number"),
+        ("tpu://localhost:1?rank=2&world_size=2", "got rank 2 of 2"),
+        ("tpu://localhost:1?rank=-1&world_size=2", "got rank -1 of 2"),
+        ("tpu://localhost:1?rank=0&world_size=1&tokenfile=x", "unknown"),
+        ("tpu://localhost:1?rank=0&world_size=1&token_file=/nonexistent/token", "/nonexistent/token"),
+        ("tpu://0.0.0.0:29400?rank=0&world_size=1", "PODRING_TOKEN_FILE"),
+    ],
+)
+def test_what_is_wrong_is_said(url: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=expected):
+        rendezvous(url)
+
+
+def test_nobody_comes() -> None:
+    """A rank whose rank 0 never comes."""
+    url = f"tpu://{HOST}:{harness.free_port()}?rank=1&world_size=2"
+    with pytest.raises(dist.DistNetworkError, match="no coordinator at"):
+        rendezvous(url, 1)
+
+
+def test_beyond_this_host_with_a_token(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef-of-the-job")
+    port = harness.free_port()
+
+    def body() -> tuple[bool, str]:
+        url = f"tpu://0.0.0.0:{port}?rank=0&world_size=1&token_file={token}"
+        store, _, _ = rendezvous(url)
+        with pytest.raises(dist.DistStoreError) as caught:
+            podring.Store(HOST, port, timeout=timedelta(seconds=5), credentials=Credentials())
+        return store.serves, str(caught.value)
+
+    serves, text = servers.end(servers.run(body))
+    assert serves and "no token given" in text
+
+
+def test_import_torch_stays_light() -> None:
+    """The hook makes the scheme known and loads neither the core nor anything of torch's that wasn't."""
+    program = (
+        "import torch, sys; r = sys.modules['torch.distributed.rendezvous'];"
+        "assert 'tpu' in r._rendezvous_handlers;"
+        "assert 'podring._core' not in sys.modules and 'podring_torch' not in sys.modules;"
+        "import podring; assert podring.__version__; print('light')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "light", done.stderr
+    # Without torch's hooks it can be had by hand.
+    program = (
+        "import torch, sys, podring.rendezvous; r = sys.modules['torch.distributed.rendezvous'];"
+        "assert 'tpu' not in r._rendezvous_handlers; podring.rendezvous.register();"
+        "print('tpu' in r._rendezvous_handlers)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )
+    assert done.stdout.strip() == "True", done.stderr
