@@ -5,7 +5,7 @@ BACKEND ?= tpu
 export BACKEND
 PY := .venv/bin/python
 
-.PHONY: help venv build check test demo conformance titan clean
+.PHONY: help venv build check test demo conformance titan vchip clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -25,6 +25,7 @@ check: venv
 test:
 	@scripts/warm
 	@scripts/build
+	@scripts/venv vchip
 	@scripts/test
 
 ## make demo         4 ranks train a transformer, FSDP2 × TP; out/demo/loss.png; times beside gloo's
@@ -39,6 +40,11 @@ conformance: build
 titan: build
 	@scripts/venv titan
 	@$(PY) -m tests.titan --backend $(BACKEND)
+
+## make vchip        torch_tpu on virtual chips: every scenario, 2 and 4 ranks (make test has the 2)
+vchip: build
+	@scripts/venv vchip
+	@PODRING_REQUIRE_VCHIP=1 PODRING_VCHIP_ALL=1 $(PY) -m pytest -q tests/vchip
 
 ## make clean        removes what was built, .venv apart
 clean:

@@ -78,7 +78,7 @@ def train(
     losses = []
     for step in steps:
         tokens, targets = sample(text, step, shape.length, dp.get_local_rank(), dp.size())
-        loss = train_step(model, optimizer, tokens, targets)
+        loss = train_step(model, optimizer, tokens.to(mesh.device_type), targets.to(mesh.device_type))
         dist.all_reduce(loss, group=dp.get_group())
         losses.append(loss.item() / dp.size())
         after(step, losses[-1])
@@ -148,11 +148,12 @@ def main() -> int:
     torch.set_num_threads(1)  # the ranks together have the cores
     dist.init_process_group(args.backend)
     first = dist.get_rank() == 0
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    device = "tpu" if hasattr(torch, "tpu") else "cpu"
+    mesh = init_device_mesh(device, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     mesh._flatten("dp_tp")  # so that the gradients' norm takes one all_reduce, not one per dimension
     shape = Shape()
     # A resumed run starts from other weights, so that only the checkpoint can make it go on as the first did.
-    model = parallelize(Transformer(shape, seed=1 if args.resume else 0), mesh)
+    model = parallelize(Transformer(shape, seed=1 if args.resume else 0).to(device), mesh)
     if args.backend == "gloo":
         sum_gradients(model)
     optimizer = make_optimizer(model)
@@ -173,7 +174,7 @@ def main() -> int:
             args.out.mkdir(parents=True, exist_ok=True)
             parameters = sum(parameter.numel() for parameter in model.parameters())
             print(
-                f"{args.backend}: {dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))} mesh, "
+                f"{args.backend} on {device}: {dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))} mesh, "
                 f"{parameters:,} parameters, {len(text):,} bytes of text",
                 flush=True,
             )

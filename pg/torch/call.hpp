@@ -9,15 +9,18 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core.hpp"
+#include "device.hpp"
 
 namespace podring {
 
 using Tensors = c10::SmallVector<at::Tensor, 2>;
+using LentTensors = std::vector<device::Lent>;
 
 // Who calls, for messages.
 struct Identity {
@@ -99,6 +102,8 @@ class Call {
   // The tensors, for whoever keeps them alive.
   Tensors take_inputs() { return std::move(inputs_); }
   Tensors take_outputs() { return std::move(outputs_); }
+  // What stands in for tensors of a device, to be settled when the operation has ended.
+  LentTensors take_lent() { return std::move(lent_); }
 
   template <class... Parts>
   [[noreturn]] void refuse(PodringStatus why, const Parts&... parts) const {
@@ -148,16 +153,29 @@ class Call {
   }
 
   void reads(at::TensorList tensors) {
-    spans_.back().in = add(tensors, false);
+    spans_.back().in = add(tensors, device::Use::kRead);
     inputs_.append(tensors.begin(), tensors.end());
   }
   void writes(at::TensorList tensors) {
-    spans_.back().out = add(tensors, true);
+    spans_.back().out = add(tensors, device::Use::kWrite);
     outputs_.append(tensors.begin(), tensors.end());
   }
   // In place: the same tensor on both sides.
   void updates(const at::Tensor& tensor) {
-    spans_.back().in = spans_.back().out = add(tensor, true);
+    check(tensor);
+    outputs_.push_back(tensor);
+    if (tensor.device().is_cpu()) {
+      spans_.back().in = spans_.back().out = add(tensor, device::Use::kUpdate);
+      return;
+    }
+    const device::Lent& lent = lent_.emplace_back(tensor, device::Use::kUpdate, parts_.back().dtype);
+    spans_.back().in = add(lent.source());
+    spans_.back().out = add(lent.target());
+  }
+  // Of a broadcast: the root's tensor is only read, the others' are only written; both are named on both sides.
+  void shares(const at::Tensor& tensor) {
+    const bool root = op_.root == who_->rank;
+    spans_.back().in = spans_.back().out = add(tensor, root ? device::Use::kRead : device::Use::kWrite);
     outputs_.push_back(tensor);
   }
 
@@ -185,6 +203,7 @@ class Call {
     return op_.kind == next.op_.kind && op_.root == next.op_.root && op_.timeout == next.op_.timeout &&
            !next.parts_.empty();
   }
+  // `next` has handed on what is lent to it.
   void join(const Call& next) {
     const auto tensors = static_cast<uint32_t>(tensors_.size());
     const auto counts = static_cast<uint32_t>(counts_.size());
@@ -239,33 +258,46 @@ class Call {
                        span.n_counts != 0 ? counts_.data() + span.count : nullptr, span.n_counts};
   }
 
-  Span add(at::TensorList tensors, bool written) {
+  Span add(at::TensorList tensors, device::Use use) {
     Span span;
     span.tensor = static_cast<uint32_t>(tensors_.size());
     span.n_tensors = static_cast<uint32_t>(tensors.size());
     for (const at::Tensor& tensor : tensors) {
       check(tensor);
-      PodringTensor plain{};
+      if (!tensor.device().is_cpu()) {
+        const device::Lent& lent = lent_.emplace_back(tensor, use, parts_.back().dtype);
+        tensors_.push_back(use == device::Use::kRead ? lent.source() : lent.target());
+        continue;
+      }
+      void* data = nullptr;
       if (tensor.numel() != 0) {
         // An input's memory is not written, so that a lazily copied tensor stays lazy.
-        plain.data = written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+        data = use == device::Use::kRead ? const_cast<void*>(tensor.const_data_ptr()) : tensor.mutable_data_ptr();
       }
-      plain.sizes = tensor.sizes().data();
-      plain.strides = tensor.strides().data();
-      plain.dims = static_cast<uint32_t>(tensor.dim());
-      plain.flags = (tensor.is_conj() ? PODRING_CONJ : 0) | (tensor.is_neg() ? PODRING_NEG : 0);
-      tensors_.push_back(plain);
+      tensors_.push_back(device::describe(tensor, data));
     }
     return span;
   }
+  Span add(const PodringTensor& plain) {
+    Span span;
+    span.tensor = static_cast<uint32_t>(tensors_.size());
+    span.n_tensors = 1;
+    tensors_.push_back(plain);
+    return span;
+  }
 
-  void check(const at::Tensor& tensor) const {
+  void check(const at::Tensor& tensor) {
     if (!tensor.defined()) refuse_type("expected a tensor, got an undefined one");
     if (tensor.layout() != at::kStrided) {
       refuse(PODRING_UNSUPPORTED, "expected a dense tensor, got one of layout ", tensor.layout());
     }
-    if (!tensor.device().is_cpu()) {
-      refuse(PODRING_UNSUPPORTED, "expected a tensor on cpu, got one on ", tensor.device());
+    if (!tensor.device().is_cpu() && !device::is_tpu(tensor.device())) {
+      refuse(PODRING_UNSUPPORTED, "expected a tensor on cpu or tpu, got one on ", tensor.device());
+    }
+    if (!device_) device_ = tensor.device();
+    if (tensor.device() != *device_) {
+      refuse(PODRING_INVALID, "expected every tensor on ", *device_, " as the operation's first is, got one on ",
+             tensor.device());
     }
     if (tensor.scalar_type() != dtype_) {
       refuse_type("expected dtype ", dtype_, " as the operation's other tensors have, got ", tensor.scalar_type());
@@ -327,6 +359,8 @@ class Call {
   const Identity* who_;
   Op op_;
   at::ScalarType dtype_ = at::ScalarType::Undefined;
+  std::optional<c10::Device> device_;
+  LentTensors lent_;
   Tensors inputs_;
   Tensors outputs_;
   c10::SmallVector<PodringTensor, 4> tensors_;

@@ -86,11 +86,13 @@ c10::intrusive_ptr<c10d::Work> TpuBackend::launch(Call& call) {
   if (C10_UNLIKELY(at::hasCallbacks())) return launch_profiled(call);
   auto work = c10::make_intrusive<FaceWork>(rank_, call.op().type, nullptr, std::nullopt);
   submit(call, *work, !call.op().async);
+  if (call.op().async) work->watch_for_settling();
   return work;
 }
 
 void TpuBackend::submit(Call& call, FaceWork& work, bool sync) {
   const PodringCollective collective = call.collective(sync);
+  work.lend(call.take_lent());
   work.hold(call.take_inputs(), call.take_outputs());
   work.post(group_, collective);
 }
@@ -135,6 +137,7 @@ c10::intrusive_ptr<c10d::Work> TpuBackend::launch_profiled(Call& call) {
   auto work = c10::make_intrusive<FaceWork>(rank_, op.type, title.c_str(), shown);
   submit(call, *work, !op.async);
   work->watch_for_profiler();
+  if (op.async) work->watch_for_settling();
   return work;
 }
 
@@ -183,6 +186,8 @@ c10::intrusive_ptr<c10d::Work> TpuBackend::add_to_batch(Batch& batch, Call& call
     submit(call, *batch.work, false);
   } else {
     batch.work->hold(call.inputs(), call.outputs());
+    // `calls` points into what is lent by its address, which moving does not change.
+    batch.work->lend(call.take_lent());
     if (!batch.calls.empty() && batch.calls.back().joins(call)) {
       batch.calls.back().join(call);
     } else {
@@ -200,6 +205,7 @@ c10::intrusive_ptr<c10d::Work> TpuBackend::endCoalescing() {
   }
   for (Call& call : batch->calls) batch->work->post(group_, call.collective(false));
   batch->work->watch_for_profiler();
+  batch->work->watch_for_settling();
   return batch->work;
 }
 
@@ -235,7 +241,7 @@ c10::intrusive_ptr<c10d::Work> TpuBackend::broadcast(TensorVector& tensors, cons
                  call.refuse(PODRING_INVALID, "invalid root tensor: ", opts.rootTensor, " (expected 0)");
                }
                call.begin(tensor);
-               call.updates(tensor);
+               call.shares(tensor);
              });
 }
 
@@ -580,6 +586,13 @@ c10::intrusive_ptr<c10d::Backend> TpuBackend::split(const c10::intrusive_ptr<c10
                                          options);
 }
 
+void TpuBackend::lend_world() const {
+  if (core->size < offsetof(PodringCore, device_world) + sizeof(core->device_world)) {
+    raise(PODRING_UNSUPPORTED, "podring's core is older than its face: install both from one build");
+  }
+  core->device_world(group_);
+}
+
 void TpuBackend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
   core->group_set_timeout(group_, timeout.count());
@@ -609,7 +622,8 @@ void TpuBackend::shutdown() {
 
 std::unordered_map<std::string, uint64_t> TpuBackend::getMemoryStats() {
   std::unordered_map<std::string, uint64_t> stats;
-  if (core->size < sizeof(PodringCore) || core->group_memory == nullptr) return Backend::getMemoryStats();  // refuses
+  if (core->size < offsetof(PodringCore, group_memory) + sizeof(core->group_memory))
+    return Backend::getMemoryStats();  // refuses
   core->group_memory(
       group_,
       [](void* into, const char* name, uint64_t bytes) {
@@ -671,6 +685,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("create", &create, py::arg("opts"), py::arg("backend_options") = py::none(), py::arg("name") = "tpu",
         "The backend for one group; forms the group with its other members.");
   RendezvousStore::add_to(m);
+  m.def(
+      "set_torch_tpu", [](const std::string& version) { device::Bridge::version() = version; }, py::arg("version"),
+      "Says which torch_tpu there is: of the versions that are known, tensors' memory is used as it is.");
+  m.def(
+      "lend_world", [](const TpuBackend& backend) { backend.lend_world(); }, py::arg("backend"),
+      "Has collectives inside of programs on virtual chips run over this group, whose members are all ranks in order.");
   m.def("drain", &drain, py::arg("timeout"),
         "Ends callbacks into the interpreter; False if some still run after `timeout` seconds.");
 }

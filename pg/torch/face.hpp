@@ -87,6 +87,9 @@ class TpuBackend final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return core->group_sequence(group_); }
 
+  // For collectives inside of programs on virtual chips: this group's members are all ranks, in order.
+  void lend_world() const;
+
   void setTimeout(std::chrono::milliseconds timeout) override;
   c10d::ErrorType getError() override;
   void abort() override;

@@ -135,6 +135,13 @@ typedef struct PodringCollective {
   uint32_t flags;      // PODRING_SYNC
 } PodringCollective;
 
+// A buffer's memory.
+typedef struct PodringMemory {
+  void* data;
+  uint64_t bytes;
+  uint8_t dtype;  // PodringDType, or 255 for one that no collective knows
+} PodringMemory;
+
 // A client of a coordinator's key-value store. Thread-safe; a forked child may use it too.
 typedef struct PodringKv PodringKv;
 
@@ -276,6 +283,20 @@ typedef struct PodringCore {
   void (*kv_free)(PodringKv* kv);
   void (*kv_info)(const PodringKv* kv, PodringKvInfo* info);
   int32_t (*kv_call)(const PodringKv* kv, const PodringKvCall* call, int64_t* number, PodringError* error);
+
+  // Virtual chips, whose memory is this process's. The PJRT_Client that a framework created through podring's PJRT
+  // plugin, null if there is none or its chips are real.
+  void* (*device_client)(void);
+  // Where the elements of a PJRT_Buffer of that client lie, once it has its value. PODRING_UNSUPPORTED if they are not
+  // dense in row-major order.
+  int32_t (*device_memory)(void* buffer, PodringMemory* memory, PodringError* error);
+  // Makes 64-byte aligned memory a PJRT_Buffer of the chip, with no copy. The memory stays as it is until
+  // release(memory, ctx), called exactly once, on any thread; also when this fails.
+  int32_t (*device_adopt)(void* memory, const int64_t* sizes, uint64_t dims, uint8_t dtype,
+                          void (*release)(void* memory, void* ctx), void* ctx, void** buffer, PodringError* error);
+  // The group of all ranks, for collectives inside of programs that run on virtual chips; null: no longer. The group's
+  // handle may be freed while it is lent.
+  void (*device_world)(PodringGroup* group);
 } PodringCore;
 
 #ifdef __cplusplus

@@ -13,8 +13,10 @@ setup(
             f"podring_torch._face_{MINOR}",
             ["face.cpp"],
             depends=[
+                "bridge.hpp",
                 "call.hpp",
                 "core.hpp",
+                "device.hpp",
                 "face.hpp",
                 "lazy.hpp",
                 "podring.h",

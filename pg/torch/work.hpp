@@ -40,6 +40,18 @@ class FaceWork final : public c10d::Work {
       outputs_.append(outputs.begin(), outputs.end());
     }
   }
+  void lend(LentTensors lent) {
+    for (device::Lent& one : lent) lent_.push_back(std::move(one));
+  }
+  // Has what the core wrote reach tensors of a device when the operation ends, even if nobody waits for it.
+  void watch_for_settling() {
+    if (std::none_of(lent_.begin(), lent_.end(), [](const device::Lent& lent) { return lent.written(); })) return;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (std::exchange(watched_, true)) return;
+    }
+    watch();
+  }
   void post(PodringGroup* group, const PodringCollective& collective) {
     Error error;
     PodringWork* part = nullptr;
@@ -55,7 +67,7 @@ class FaceWork final : public c10d::Work {
     if (!profiled_) return;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      watched_ = true;
+      if (std::exchange(watched_, true)) return;
     }
     watch();
   }
@@ -65,6 +77,7 @@ class FaceWork final : public c10d::Work {
     for (PodringWork* part : parts_) {
       if (core->work_state(part) == kUnderWay) return false;
     }
+    settle();
     end_profiler_row();
     return true;
   }
@@ -84,7 +97,8 @@ class FaceWork final : public c10d::Work {
       const int32_t status = core->work_error(part, &error);
       if (status != PODRING_OK) return as_exception(status, error.message());
     }
-    return nullptr;
+    const std::lock_guard<std::mutex> lock(settle_mutex_);
+    return settle_failure_;
   }
 
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
@@ -109,6 +123,7 @@ class FaceWork final : public c10d::Work {
         interrupt.check(status, error);
       }
     }
+    settle();
     end_profiler_row();
     return true;
   }
@@ -206,6 +221,11 @@ class FaceWork final : public c10d::Work {
     ExitGate::leave();
   }
   void end() {
+    try {
+      settle();
+    } catch (...) {
+      // Kept; whoever asks gets it.
+    }
     end_profiler_row();
     std::unique_lock<std::mutex> lock(mutex_);
     ended_ = true;
@@ -239,6 +259,24 @@ class FaceWork final : public c10d::Work {
     return c10d::WorkResult::SUCCESS;
   }
 
+  // Gives tensors of a device what the core wrote for them; once, by whoever comes first, while the others wait.
+  void settle() {
+    if (C10_LIKELY(lent_.empty())) return;
+    // Copying to a device may want the interpreter lock on another thread.
+    const LockReleased unlocked;
+    const std::lock_guard<std::mutex> lock(settle_mutex_);
+    if (!std::exchange(settled_, true)) {
+      try {
+        if (isSuccess()) {
+          for (device::Lent& lent : lent_) lent.settle();
+        }
+      } catch (...) {
+        settle_failure_ = std::current_exception();
+      }
+    }
+    if (settle_failure_) std::rethrow_exception(settle_failure_);
+  }
+
   // Under the lock, so that whoever waits leaves only when the row is written.
   void end_profiler_row() noexcept {
     if (C10_LIKELY(!profiled_)) return;
@@ -254,6 +292,11 @@ class FaceWork final : public c10d::Work {
   c10::SmallVector<PodringWork*, 1> parts_;
   Tensors inputs_;
   Tensors outputs_;
+  // Constant once posted. `settle_mutex_` guards the two below it.
+  LentTensors lent_;
+  mutable std::mutex settle_mutex_;
+  bool settled_ = false;
+  std::exception_ptr settle_failure_;
   std::atomic<bool> open_{false};
   const bool profiled_ = static_cast<bool>(recordFunctionEndCallback_);
   bool watched_ = false;

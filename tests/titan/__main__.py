@@ -1,6 +1,7 @@
 """TorchTitan's debug model on a backend: `python -m tests.titan --backend tpu`. Exit code 1 unless the loss falls.
 
-The ranks train on CPU through torchrun; the first rank's log is shown, and kept in out/titan/.
+The ranks train on CPU through torchrun, or, with `--device tpu`, on virtual chips through `podring run`, then with
+TorchTitan's own module untouched. The first rank's log is shown, and kept in out/titan/.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def main() -> int:
     parser.add_argument("--backend", default=os.environ.get("PODRING_TEST_BACKEND", "tpu"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "tpu"], default="cpu")
+    parser.add_argument("--compile", action="store_true", help="with --device tpu: layers compiled by torch_tpu")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds")
     args = parser.parse_args()
@@ -30,8 +33,15 @@ def main() -> int:
     out = ROOT / "out" / "titan"
     assets.make(out)
     tp = args.tensor_parallel
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
-    command += ["-m", "tests.titan.launch", "--module", "tests.titan.config", "--config", "cpu_debug"]
+    if args.device == "tpu":
+        virtual = ROOT / ".venv-vchip/bin/python"
+        command = [str(virtual), "-m", "podring", "run", "--slice", f"v5e:1x{args.ranks}", "-m", "torchtitan.train"]
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+        command += ["-m", "tests.titan.launch"]
+    if args.compile:
+        command += ["--compile.enable", "--compile.backend", "tpu"]
+    command += ["--module", "tests.titan.config", "--config", "cpu_debug"]
     command += ["--training.steps", str(args.steps), "--training.seq_len", "128", "--training.local_batch_size", "2"]
     command += ["--parallelism.data_parallel_shard_degree", str(args.ranks // tp)]
     command += ["--parallelism.tensor_parallel_degree", str(tp), "--dump_folder", str(out / "dump")]

@@ -5,6 +5,7 @@ mod compile;
 mod coordinator;
 mod doctor;
 mod python;
+mod run;
 mod terminal;
 mod topo;
 
@@ -26,6 +27,7 @@ enum Command {
     Coordinator(coordinator::Args),
     Compile(compile::Args),
     Doctor(doctor::Args),
+    Run(run::Args),
     Topo(topo::Topo),
 }
 
@@ -43,6 +45,7 @@ where
             Command::Coordinator(args) => exit_code(coordinator::run(args)),
             Command::Compile(args) => exit_code(compile::run(args)),
             Command::Doctor(args) => exit_code(doctor::run(args)),
+            Command::Run(args) => exit_code(run::run(args)),
             Command::Topo(topo) => topo.run(),
         },
         Ok(Cli { command: None }) => {

@@ -163,6 +163,24 @@ impl ProcessGroup {
         })))
     }
 
+    /// The group of some of this one's members, by their ranks here; this rank is one of them. A function of the
+    /// members, if this is a default group: then nobody is waited for.
+    pub fn part(&self, members: &[u32]) -> Result<Self, Error> {
+        let inner = &self.0;
+        let rank = members.iter().position(|&member| member == inner.rank).unwrap_or(members.len()) as u32;
+        let names: Vec<String> = members.iter().map(u32::to_string).collect();
+        let config = Config {
+            rank,
+            size: members.len() as u32,
+            name: format!("{}[{}]", inner.name, names.join(",")),
+            global_ranks: Some(members.to_vec()),
+            timeout: self.timeout(),
+            store: inner.store.clone(),
+            rendezvous: None,
+        };
+        Self::form(&Runtime(inner.process.clone()), config, || false)
+    }
+
     /// This rank.
     pub fn rank(&self) -> u32 {
         self.0.rank

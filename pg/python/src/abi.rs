@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use podring_collective::{Blocks, Collective, DType, Kind as Op, Layout, Part, Reduction, Tensor};
 use podring_group::{Config, Error, Keep, Kind, ProcessGroup, Runtime, State, Store, StoreError, Work};
+use podring_interposer::memory;
 use smallvec::SmallVec;
 
 use crate::settings;
@@ -97,6 +98,16 @@ struct RawCollective {
     flags: u32,
 }
 
+#[repr(C)]
+struct RawMemory {
+    data: *mut c_void,
+    bytes: u64,
+    dtype: u8,
+}
+
+/// RawMemory's dtype for an element type that no collective knows.
+const NO_DTYPE: u8 = 255;
+
 /// The table. Its address goes into the capsule.
 #[repr(C)]
 pub(crate) struct Core {
@@ -140,6 +151,19 @@ pub(crate) struct Core {
     kv_free: unsafe extern "C" fn(*mut Kv),
     kv_info: unsafe extern "C" fn(*const Kv, *mut store_abi::RawInfo),
     kv_call: unsafe extern "C" fn(*const Kv, *const store_abi::RawCall, *mut i64, *mut RawError) -> i32,
+    device_client: unsafe extern "C" fn() -> *mut c_void,
+    device_memory: unsafe extern "C" fn(*mut c_void, *mut RawMemory, *mut RawError) -> i32,
+    device_adopt: unsafe extern "C" fn(
+        *mut c_void,
+        *const i64,
+        u64,
+        u8,
+        memory::Release,
+        *mut c_void,
+        *mut *mut c_void,
+        *mut RawError,
+    ) -> i32,
+    device_world: unsafe extern "C" fn(*mut ProcessGroup),
 }
 
 // SAFETY: function pointers and a pointer to a static string.
@@ -178,6 +202,10 @@ pub(crate) static CORE: Core = Core {
     kv_free: store_abi::free,
     kv_info: store_abi::info,
     kv_call: store_abi::call,
+    device_client,
+    device_memory,
+    device_adopt,
+    device_world,
 };
 
 pub(crate) fn write_error(out: *mut RawError, status: i32, message: &str) -> i32 {
@@ -188,6 +216,64 @@ pub(crate) fn write_error(out: *mut RawError, status: i32, message: &str) -> i32
         unsafe { out.write(RawError { status, message: text.into_raw() }) };
     }
     status
+}
+
+/// As [`guarded`], for the interposer, which says in words what a framework or a plugin refused.
+fn guarded_device(error: *mut RawError, act: impl FnOnce() -> Result<(), String>) -> i32 {
+    match catch_unwind(AssertUnwindSafe(act)) {
+        Ok(Ok(())) => 0,
+        Ok(Err(refused)) => write_error(error, Kind::Unsupported as i32, &refused),
+        Err(panic) => write_error(error, Kind::Internal as i32, &panicked(&*panic)),
+    }
+}
+
+unsafe extern "C" fn device_client() -> *mut c_void {
+    sheltered(std::ptr::null_mut(), memory::virtual_client)
+}
+
+unsafe extern "C" fn device_world(handle: *mut ProcessGroup) {
+    // SAFETY: null or a live handle by the header.
+    sheltered((), || podring_interposer::set_world(unsafe { handle.as_ref() }.cloned()));
+}
+
+unsafe extern "C" fn device_memory(buffer: *mut c_void, out: *mut RawMemory, error: *mut RawError) -> i32 {
+    guarded_device(error, || {
+        // SAFETY: a live buffer of the client by the header.
+        let found = unsafe { memory::of_buffer(buffer) }?;
+        let dtype = found.dtype.map_or(NO_DTYPE, |dtype| dtype as u8);
+        // SAFETY: the caller's place for the answer.
+        unsafe { out.write(RawMemory { data: found.data, bytes: found.bytes as u64, dtype }) };
+        Ok(())
+    })
+}
+
+unsafe extern "C" fn device_adopt(
+    data: *mut c_void,
+    sizes: *const i64,
+    dims: u64,
+    dtype: u8,
+    release: memory::Release,
+    context: *mut c_void,
+    buffer: *mut *mut c_void,
+    error: *mut RawError,
+) -> i32 {
+    guarded_device(error, || {
+        let sizes = match dims {
+            0 => &[],
+            // SAFETY: that many sizes by the header.
+            dims => unsafe { std::slice::from_raw_parts(sizes, dims as usize) },
+        };
+        let Some(dtype) = DType::from_code(dtype) else {
+            // SAFETY: the header's promise to call it, also now.
+            unsafe { release(data, context) };
+            return Err(format!("unknown dtype {dtype}"));
+        };
+        // SAFETY: aligned memory that stays until `release` by the header.
+        let made = unsafe { memory::adopt(data, sizes, dtype, release, context) }?;
+        // SAFETY: the caller's place for the answer.
+        unsafe { buffer.write(made) };
+        Ok(())
+    })
 }
 
 fn panicked(panic: &(dyn Any + Send)) -> String {

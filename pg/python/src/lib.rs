@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use pyo3::prelude::*;
 
 mod abi;
+mod interposer;
 mod rendezvous;
 mod settings;
 mod store_abi;
@@ -29,5 +30,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cli_main, module)?)?;
     module.add("abi", table(module.py())?)?;
     topology::add_to(module)?;
+    interposer::add_to(module)?;
     Ok(())
 }

@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_void};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use podring_rendezvous::coordinator::{Config, Coordinator, StartError};
 use podring_rendezvous::refusal::Refusal;
@@ -26,6 +26,8 @@ const INSECURE: u32 = 1;
 const ANSWER: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// As long as it takes: the protocol has no more.
 const EVER: Duration = Duration::from_millis(u32::MAX as u64);
+/// How long rank 0 tries to reach somebody else's coordinator at its own address before it looks whether the port is free.
+const TURN: Duration = Duration::from_secs(1);
 
 #[repr(C)]
 pub(crate) struct RawConfig {
@@ -190,24 +192,37 @@ fn open_config(raw: &RawConfig) -> Result<Kv, Failed> {
             return Err(Failed::Invalid { what: "certificates", got });
         }
     };
-    let mut serves = None;
-    if raw.serve != 0 {
-        let (token, tls, state_dir) = (token.clone(), tls.clone(), path(raw.state_dir));
-        let config = Config { token, tls, state_dir, ..Config::default() };
-        match serve::serve(&endpoint, config, raw.flags & INSECURE != 0)? {
-            Some(coordinator) => {
-                let port = coordinator.addresses().first().map_or(0, std::net::SocketAddr::port);
-                endpoint = serve::with_port(&endpoint, port);
-                serves = Some(Arc::new(Own(Some(coordinator), std::process::id())));
-            }
-            None if raw.serve == 1 => return Err(Failed::Taken(endpoint)),
-            None => {}
-        }
-    }
-    let port = endpoint.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).unwrap_or(0);
     let server_name = optional_text(raw.server_name);
-    let access = Access { token, tls, server_name, timeout: wait(raw.timeout_ms), ..Access::new(endpoint) };
-    let store = Store::connect_asking(&access, asks(raw.interrupted, raw.interrupted_ctx))?;
+    let (limit, since) = (wait(raw.timeout_ms), Instant::now());
+    let mut serves = None;
+    let (store, endpoint) = loop {
+        if raw.serve != 0 {
+            let (token, tls, state_dir) = (token.clone(), tls.clone(), path(raw.state_dir));
+            let config = Config { token, tls, state_dir, ..Config::default() };
+            match serve::serve(&endpoint, config, raw.flags & INSECURE != 0)? {
+                Some(coordinator) => {
+                    let port = coordinator.addresses().first().map_or(0, std::net::SocketAddr::port);
+                    endpoint = serve::with_port(&endpoint, port);
+                    serves = Some(Arc::new(Own(Some(coordinator), std::process::id())));
+                }
+                None if raw.serve == 1 => return Err(Failed::Taken(endpoint)),
+                None => {}
+            }
+        }
+        let left = limit.saturating_sub(since.elapsed());
+        // Whoever has the port may be on its way out, such as the coordinator of the job before: then it is this
+        // process's turn after all, and everybody else waits for it.
+        let shared = raw.serve > 1 && serves.is_none() && left > TURN;
+        let (token, tls, server_name) = (token.clone(), tls.clone(), server_name.clone());
+        let timeout = if shared { TURN } else { left };
+        let access = Access { token, tls, server_name, timeout, ..Access::new(endpoint.clone()) };
+        match Store::connect_asking(&access, asks(raw.interrupted, raw.interrupted_ctx)) {
+            Ok(store) => break (store, endpoint),
+            Err(Error::Absent { .. } | Error::Silent { .. } | Error::CoordinatorLost { .. }) if shared => {}
+            Err(error) => return Err(error.into()),
+        }
+    };
+    let port = endpoint.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).unwrap_or(0);
     // The question is the call's; the store outlives it.
     Ok(Kv { store: store.patient(ANSWER.1, None), port, serves })
 }

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from podring import _hook
+
 if TYPE_CHECKING:
     from podring_torch import Face
     from torch._C._distributed_c10d import Backend as C10dBackend
@@ -24,7 +26,7 @@ _DRAIN_SECONDS = 5.0
 
 
 def register(name: str = "tpu") -> None:
-    """Registers podring as the c10d backend ``name``."""
+    """Registers podring as the c10d backend ``name``: for CPU tensors, and TPU tensors where there is that device."""
     devices = ["cpu"]
     if torch._C._get_privateuse1_backend_name() == "tpu":
         devices.append("tpu")
@@ -58,6 +60,8 @@ def face() -> Face:
             "Build it against this torch with: pip install --no-build-isolation --no-deps ./pg/torch"
         )
     loaded = podring_torch.load(minor)
+    # Whether tensors' memory can be used as it is depends on how torch_tpu's objects are laid out.
+    loaded.set_torch_tpu(_hook.torch_tpu_version() or "(absent)")
     atexit.register(_drain, loaded, os.getpid())
     return loaded
 
@@ -72,6 +76,8 @@ def _drain(loaded: Face, pid: int) -> None:
 def _create(name: str, opts: Any, backend_options: object | None) -> C10dBackend:
     from torch._C._distributed_c10d import Backend
 
+    _hook.raise_kept()
+    _hook.explain_absence()
     if backend_options is not None and type(backend_options) is not Backend.Options:
         raise TypeError(
             f'the backend "{name}" takes pg_options of type torch.distributed.Backend.Options or None, '

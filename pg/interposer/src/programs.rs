@@ -1,0 +1,332 @@
+//! Programs with collectives: read when they are compiled, played by the process group when they are executed.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::fs;
+use std::path::Path;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use parking_lot::{Mutex, RwLock};
+use podring_collective::{Blocks, Collective, Kind, Layout, Part, Tensor};
+use podring_group::{ProcessGroup, Work};
+use prost::Message as _;
+
+use crate::error::{Fault, InterposeError};
+use crate::hlo::{Module, ModuleFile};
+use crate::memory;
+use crate::options;
+use crate::plan::{self, Plan, Program};
+use crate::presented::Presented;
+use crate::step::{Array, What};
+use crate::sys::{self, Opaque};
+use crate::table::Interposed;
+
+/// The group whose members are the job's ranks, and groups of some of them.
+struct World {
+    group: ProcessGroup,
+    parts: HashMap<Vec<u32>, ProcessGroup>,
+}
+
+static WORLD: Mutex<Option<World>> = Mutex::new(None);
+
+/// Gives programs the group of all ranks, in the ranks' order, or takes it away.
+pub fn set_world(group: Option<ProcessGroup>) {
+    *WORLD.lock() = group.map(|group| World { group, parts: HashMap::new() });
+}
+
+/// The group of these ranks: made at the first program that needs it, with nobody waiting for anybody.
+fn group_of(members: &[u32]) -> Result<ProcessGroup, InterposeError> {
+    let mut world = WORLD.lock();
+    let world = world.as_mut().ok_or(InterposeError::NoWorld)?;
+    let size = world.group.size();
+    if members.len() == size as usize && members.iter().copied().eq(0..size) {
+        return Ok(world.group.clone());
+    }
+    if let Some(part) = world.parts.get(members) {
+        return Ok(part.clone());
+    }
+    let failed =
+        |error: podring_group::Error| InterposeError::Failed { what: "forming a group", why: error.to_string() };
+    let part = world.group.part(members).map_err(failed)?;
+    world.parts.insert(members.to_vec(), part.clone());
+    Ok(part)
+}
+
+/// Names of operations that make ranks meet, or know their place, as programs spell them: an operation that is used is
+/// named in the program, whatever its form, so that one that isn't named isn't used.
+const NAMES: &[&str] = &[
+    "all_reduce",
+    "all-reduce",
+    "all_gather",
+    "all-gather",
+    "reduce_scatter",
+    "reduce-scatter",
+    "all_to_all",
+    "all-to-all",
+    "collective_permute",
+    "collective-permute",
+    "collective_broadcast",
+    "collective-broadcast",
+    "partition_id",
+    "partition-id",
+    "replica_id",
+    "replica-id",
+];
+
+fn mentions_ranks(code: &[u8]) -> bool {
+    NAMES.iter().any(|name| code.windows(name.len()).any(|window| window == name.as_bytes()))
+}
+
+/// The programs with a collective, by their `PJRT_LoadedExecutable`.
+#[derive(Default)]
+pub struct Programs(RwLock<HashMap<usize, Arc<Plan>>>);
+
+impl Programs {
+    /// Compiles a program for this process's chip, and keeps what collective it is.
+    pub fn compile(&self, on: &Interposed, seen: &Presented, args: &mut sys::ClientCompile) -> Result<(), Fault> {
+        // SAFETY: the caller's bytes, as many as it says.
+        let asked = unsafe { bytes(args.compile_options.cast(), args.compile_options_size) };
+        let ours = options::for_one(asked, u64::from(seen.rank()))?;
+        // SAFETY: the caller's program.
+        let program = unsafe { &*args.program };
+        // SAFETY: its bytes, as many as it says.
+        let code = unsafe { bytes(program.code.cast(), program.code_size) };
+        if seen.world() == 1 || !mentions_ranks(code) {
+            return forward(on, args, &ours);
+        }
+        let failed = |why: String| InterposeError::Failed { what: "reading a program", why };
+        // XLA writes down what it was given, before any of its passes.
+        let folder = tempfile::tempdir().map_err(|error| failed(error.to_string()))?;
+        let mesh = seen.mesh(asked)?;
+        forward(on, args, &options::with_dump(&ours, folder.path()))?;
+        let read = module(folder.path()).map_err(failed).and_then(|module| {
+            plan::read(&module, &mesh)
+                .map_err(|refused| InterposeError::Program { program: module.name.clone(), why: refused.to_string() })
+        });
+        match read {
+            Ok(Program::Alone) => {}
+            Ok(Program::Collective(plan)) => drop(self.0.write().insert(args.executable as usize, plan.into())),
+            Err(error) => {
+                // Nobody else has it, and nobody shall run it.
+                let mut end = sys::LoadedExecutableDestroy { executable: args.executable, ..Default::default() };
+                on.forward(&mut end)?;
+                args.executable = std::ptr::null_mut();
+                return Err(error.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets a program.
+    pub fn forget(&self, executable: Opaque) {
+        self.0.write().remove(&(executable as usize));
+    }
+
+    /// Runs a program: a collective by the group, any other by the plugin.
+    pub fn execute(
+        &self,
+        on: &Interposed,
+        seen: &Presented,
+        args: &mut sys::LoadedExecutableExecute,
+    ) -> Result<(), Fault> {
+        let plan = self.0.read().get(&(args.executable as usize)).cloned();
+        match plan {
+            None => on.forward(args),
+            Some(plan) => play(on, seen, &plan, args),
+        }
+    }
+}
+
+fn forward(on: &Interposed, args: &mut sys::ClientCompile, options: &[u8]) -> Result<(), Fault> {
+    let theirs = (args.compile_options, args.compile_options_size);
+    (args.compile_options, args.compile_options_size) = (options.as_ptr().cast(), options.len());
+    let compiled = on.forward(args);
+    (args.compile_options, args.compile_options_size) = theirs;
+    compiled
+}
+
+/// The module that XLA wrote into `folder`.
+fn module(folder: &Path) -> Result<Module, String> {
+    let entries = folder.read_dir().map_err(|error| error.to_string())?;
+    let files: Vec<_> = entries
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| path.to_string_lossy().ends_with(".before_optimizations.hlo.pb"))
+        .collect();
+    let [file] = &files[..] else {
+        return Err(format!("expected XLA to write one module, it wrote {}", files.len()));
+    };
+    let bytes = fs::read(file).map_err(|error| error.to_string())?;
+    let file = ModuleFile::decode(&bytes[..]).map_err(|error| error.to_string())?;
+    file.module.ok_or_else(|| "it is empty".to_owned())
+}
+
+/// # Safety
+/// `data` is null or points to `size` bytes.
+unsafe fn bytes<'a>(data: *const c_void, size: usize) -> &'a [u8] {
+    if data.is_null() {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(data.cast(), size) }
+}
+
+/// Memory for a result, until a buffer takes it over.
+struct Held {
+    data: NonNull<u8>,
+    bytes: usize,
+}
+
+impl Held {
+    fn new(bytes: usize) -> Result<Held, InterposeError> {
+        let mut memory = std::ptr::null_mut();
+        // SAFETY: a place for the result, a power of two, a size above zero.
+        let failed = unsafe { libc::posix_memalign(&mut memory, 64, bytes.max(1)) } != 0;
+        match NonNull::new(memory.cast()).filter(|_| !failed) {
+            Some(data) => Ok(Held { data, bytes }),
+            None => Err(InterposeError::Failed {
+                what: "a collective's result",
+                why: format!("no memory of {bytes} bytes"),
+            }),
+        }
+    }
+
+    fn view(&mut self) -> &mut [u8] {
+        // SAFETY: this many bytes of its own; written by the group or by `zero` before they are read.
+        unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.bytes) }
+    }
+
+    fn zero(&mut self) {
+        // SAFETY: its own memory.
+        unsafe { self.data.as_ptr().write_bytes(0, self.bytes) };
+    }
+
+    fn into_buffer(self, shape: &Array) -> Result<Opaque, InterposeError> {
+        let data = self.data.as_ptr();
+        std::mem::forget(self);
+        // SAFETY: 64-byte aligned, holds these elements, and nobody writes to it any more; `release` frees it.
+        unsafe { memory::adopt(data.cast(), &shape.dims, shape.dtype, release, std::ptr::null_mut()) }
+            .map_err(|why| InterposeError::Failed { what: "a collective's result", why })
+    }
+}
+
+unsafe extern "C" fn release(memory: *mut c_void, _context: *mut c_void) {
+    // SAFETY: from posix_memalign, released once.
+    unsafe { libc::free(memory) };
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // SAFETY: from posix_memalign, freed once.
+        unsafe { libc::free(self.data.as_ptr().cast()) };
+    }
+}
+
+fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedExecutableExecute) -> Result<(), Fault> {
+    let failed = |what: &'static str, why: String| Fault::Ours(InterposeError::Failed { what, why });
+    if args.num_devices != 1 {
+        return Err(failed("a collective", format!("expected one device to run on, got {}", args.num_devices)));
+    }
+    // SAFETY: one device's list of arguments, as many as the caller says.
+    let arguments = unsafe { std::slice::from_raw_parts(*args.argument_lists, args.num_args) };
+    let mut inputs = Vec::new();
+    for (&index, expected) in plan.arguments.iter().zip(&plan.step.inputs) {
+        let Some(&buffer) = arguments.get(index) else {
+            return Err(failed("a collective", format!("argument {index} is missing of {}", arguments.len())));
+        };
+        // SAFETY: an argument of the caller's, a live buffer of this client.
+        let found = unsafe { memory::of_buffer(buffer) }.map_err(|why| failed("a collective's operand", why))?;
+        if found.dtype != Some(expected.dtype) || found.bytes < expected.bytes() {
+            let got = format!("{} bytes of {:?}", found.bytes, found.dtype);
+            return Err(failed("a collective's operand", format!("expected {expected:?}, got {got}")));
+        }
+        inputs.push(found.data.cast::<u8>());
+    }
+    let outputs: Result<Vec<Held>, InterposeError> =
+        plan.step.outputs.iter().map(|array| Held::new(array.bytes())).collect();
+    let mut outputs = outputs?;
+    meet(seen.rank(), plan, &inputs, &mut outputs)?;
+
+    let mut buffers = Vec::new();
+    let mut outputs: Vec<Option<Held>> = outputs.into_iter().map(Some).collect();
+    for (index, piece) in plan.results.iter().enumerate() {
+        let last = plan.results[index + 1..].iter().all(|other| other.of != piece.of);
+        let whole = &plan.step.outputs[piece.of];
+        let made = match outputs[piece.of].take_if(|_| last && piece.is_whole(&plan.step)) {
+            Some(held) => held.into_buffer(&piece.shape),
+            None => Held::new(piece.shape.bytes()).and_then(|mut part| {
+                if let Some(held) = &mut outputs[piece.of] {
+                    piece.copy(held.view(), whole, part.view());
+                }
+                part.into_buffer(&piece.shape)
+            }),
+        };
+        match made {
+            Ok(buffer) => buffers.push(buffer),
+            Err(error) => {
+                for buffer in buffers {
+                    on.forward(&mut sys::BufferDestroy { buffer, ..Default::default() })?;
+                }
+                return Err(error.into());
+            }
+        }
+    }
+    let mut done = std::ptr::null_mut();
+    if !args.events.is_null()
+        && let Some(&buffer) = buffers.first()
+    {
+        let mut ready = sys::BufferReadyEvent { buffer, ..Default::default() };
+        on.forward(&mut ready)?;
+        done = ready.event;
+    }
+    // SAFETY: the caller's lists for one device: as many results as the program has, and one event.
+    unsafe {
+        std::ptr::copy_nonoverlapping(buffers.as_ptr(), *args.output_lists, buffers.len());
+        if !args.events.is_null() {
+            *args.events = done;
+        }
+    }
+    Ok(())
+}
+
+/// The collective itself: returns when this rank's part is done.
+fn meet(rank: u32, plan: &Plan, inputs: &[*mut u8], outputs: &mut [Held]) -> Result<(), InterposeError> {
+    let failed = |error: podring_group::Error| InterposeError::Failed { what: "a collective", why: error.to_string() };
+    let finish = |work: Work| work.wait(None, || false).map_err(failed);
+    if let What::Permute(pairs) = &plan.step.what {
+        let group = WORLD.lock().as_ref().map(|world| world.group.clone()).ok_or(InterposeError::NoWorld)?;
+        let array = &plan.step.inputs[0];
+        let count = array.dims.iter().map(|&dim| dim as usize).product();
+        let one = |kind, data: *mut u8| {
+            let tensor = Blocks::whole(Tensor { data, layout: Layout::flat(count) });
+            let (inputs, outputs) =
+                if matches!(kind, Kind::Send { .. }) { (tensor, Blocks::none()) } else { (Blocks::none(), tensor) };
+            let part = Part { dtype: array.dtype, reduction: None, inputs, outputs };
+            Collective { kind, parts: [part].into_iter().collect() }
+        };
+        let mut works = Vec::new();
+        let post = |collective| group.post(collective, None, None, false).map_err(failed);
+        if let Some(&(from, _)) = pairs.iter().find(|(_, to)| *to == rank) {
+            works.push(post(one(Kind::Recv { from: Some(from), tag: TAG }, outputs[0].data.as_ptr()))?);
+        } else {
+            outputs[0].zero();
+        }
+        if let Some(&(_, to)) = pairs.iter().find(|(from, _)| *from == rank) {
+            works.push(post(one(Kind::Send { to, tag: TAG }, inputs[0]))?);
+        }
+        return works.into_iter().try_for_each(finish);
+    }
+    let Some((members, _)) = plan.step.group_of(rank) else {
+        return Err(InterposeError::Failed { what: "a collective", why: format!("rank {rank} is in no group of it") });
+    };
+    let group = group_of(members)?;
+    let places: Vec<*mut u8> = outputs.iter().map(|held| held.data.as_ptr()).collect();
+    match plan.step.collective(members.len(), inputs, &places) {
+        Some(collective) => finish(group.post(collective, None, None, true).map_err(failed)?),
+        None => Ok(()),
+    }
+}
+
+/// Of messages between ranks that a program permutes; user code's tags start at 0.
+const TAG: u32 = u32::MAX;

@@ -1,0 +1,251 @@
+"""Where torch_tpu and a machine with no TPU, or torch_tpu and a process group not its own, don't fit: one function for
+each fact, with its reason and the versions it was seen with. torch_tpu's own files are untouched.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+SEEN_WITH = ("0.2.0",)
+"""The versions of torch_tpu that all of this was tried with."""
+
+
+def before_start(slice_name: str) -> None:
+    """What has to be so before PJRT starts on a virtual slice."""
+    launch_environment(slice_name)
+
+
+def after_start(slice_name: str) -> None:
+    """What has to be so before user code runs on a virtual slice."""
+    hardware(slice_name)
+    internal_functions()
+    device_module()
+    one_device()
+    attention()
+    exit_barrier()
+
+
+def for_our_backend() -> None:
+    """What has to be so where podring serves "tpu" tensors."""
+    compiled_collectives()
+
+
+def for_their_backend() -> None:
+    """What has to be so where torch_tpu's own process group serves "tpu" tensors on a virtual slice."""
+    program_collectives()
+
+
+_world: list[Any] = []
+
+
+def program_collectives() -> None:
+    """torch_tpu's process group (0.2.0) puts collectives into XLA programs, which on a virtual slice podring's fabric
+    plays: so a group of podring's forms beside the default group, over the same store.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _DistributedBackendOptions
+    from torch_tpu._internal.distributed import tpu_distributed
+
+    theirs = tpu_distributed.create_process_group
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        from podring import _register
+
+        # The first group is the default group, of all ranks.
+        if not dist.is_initialized():
+            options: Any = _DistributedBackendOptions()
+            options.store = dist.PrefixStore("podring", store)
+            options.group_rank = rank
+            options.group_size = size
+            options.timeout = timeout
+            options.group_id = "podring-programs"
+            _world[:] = [_register.face().create(options)]
+            _register.face().lend_world(_world[0])
+        return theirs(store, rank, size, timeout)
+
+    for name in ("tpu_dist", "tpu"):
+        dist.Backend.register_backend(name, create, devices=["tpu"])
+
+
+def launch_environment(slice_name: str) -> None:
+    """torch_tpu 0.2.0 aborts the process when PJRT starts under a launcher (WORLD_SIZE) without these two variables.
+
+    libtpu's ranks dial the addresses; on a virtual slice nobody does.
+    """
+    from podring import _core
+
+    _, _, devices, dims = _core.slice_facts(slice_name)
+    cores = devices // (dims[0] * dims[1] * dims[2])
+    shape = [*dims, cores] if cores > 1 else dims
+    os.environ.setdefault("TORCH_TPU_TOPOLOGY", ",".join(map(str, shape)))
+    # As many as there are ranks; each needs to be an address of its own.
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    os.environ.setdefault(
+        "TORCH_TPU_SLICEBUILDER_ADDRESSES", ",".join(f"localhost:{8471 + rank}" for rank in range(world))
+    )
+
+
+def hardware(slice_name: str) -> None:
+    """torch_tpu 0.2.0 looks for chips on the PCI bus: with none there, torch.tpu says it is not available and has no
+    name and no memory, and torch.manual_seed leaves the device unseeded.
+    """
+    from torch_tpu._internal.utils import hardware as found
+
+    from podring import _core
+
+    kind, memory, _, _ = _core.slice_facts(slice_name)
+    # One device per process.
+    found.get_tpu_device_count = lambda: 1
+    found.get_tpu_device_name = lambda: kind
+    found.get_hbm_bytes_per_device = lambda: memory
+
+
+def internal_functions() -> None:
+    """torch_tpu 0.2.0 refuses torch.tpu.synchronize, device_count and others to callers outside torch by the caller's
+    module name; trainers written for any accelerator call them. Its own switch turns the refusal into a warning.
+    """
+    from torch_tpu._internal.utils import annotations
+
+    annotations._internal_apis_allowed_for_testing = True
+
+
+def device_module() -> None:
+    """torch.tpu of torch_tpu 0.2.0 lacks the memory functions that trainers call on any accelerator's module;
+    torch.accelerator has them.
+    """
+    import torch
+
+    module: Any = torch.tpu  # type: ignore[attr-defined]
+
+    def forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
+        # A process has one device, which is the current one.
+        return lambda device=None: function()
+
+    for name in (
+        "memory_stats",
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+        "reset_peak_memory_stats",
+        "empty_cache",
+    ):
+        function = getattr(torch.accelerator, name, None)
+        if function is not None and not hasattr(module, name):
+            setattr(module, name, forwarded(function))
+
+
+def one_device() -> None:
+    """torch.tpu.set_device(LOCAL_RANK), which init_device_mesh and trainers call on any accelerator, is refused by
+    torch_tpu 0.2.0 on every rank of a host but the first: a process has one device, and its index is 0.
+    """
+    import torch
+
+    module: Any = torch.tpu  # type: ignore[attr-defined]
+    original = module.set_device
+
+    def set_device(device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        if index != int(os.environ.get("LOCAL_RANK", "0")):
+            original(device)
+
+    module.set_device = set_device
+
+
+_library: list[Any] = []
+
+
+def attention() -> None:
+    """Attention in torch_tpu 0.2.0 is a TPU kernel (a Mosaic custom call), which XLA's CPU plugin doesn't know. On a
+    virtual slice it is computed from its definition.
+    """
+    import torch
+
+    def definition(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    library = torch.library.Library("aten", "IMPL")
+    for key in ("PrivateUse1", "AutogradPrivateUse1"):
+        library.impl("scaled_dot_product_attention", definition, key, allow_override=True)
+    _library.append(library)
+
+
+def exit_barrier() -> None:
+    """torch_tpu 0.2.0 calls torch.distributed.barrier() when the interpreter ends with a process group left open: a
+    program that leaves one rank early would wait, or print an error, for no reason. Virtual chips need no such meeting,
+    and no shutdown either: what is freed after it would ask for the client again.
+    """
+    from torch_tpu._internal.device import _device_module
+
+    atexit.unregister(_device_module.get_device_module("tpu")._shutdown_runtime)
+
+
+@functools.cache
+def _eager_type() -> type[Any]:
+    from torch_tpu._internal.compile import torch_tpu_compiled_executable
+
+    class Eager(torch_tpu_compiled_executable.CompiledArtifact):  # type: ignore[misc]
+        """A module with a collective in it, called as it is."""
+
+        def __init__(self, module: Any) -> None:
+            super().__init__()
+            self._module = module
+
+        def __call__(self, *args: Any) -> Any:
+            if len(args) == 1 and isinstance(args[0], (list, tuple)):
+                args = tuple(args[0])
+            return self._module(*args)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (_eager, (self._module,))
+
+        def fingerprint(self) -> str:
+            return ""
+
+    return Eager
+
+
+def _eager(module: Any) -> Any:
+    return _eager_type()(module)
+
+
+def compiled_collectives() -> None:
+    """torch_tpu 0.2.0 lowers a collective inside torch.compile by running its own process group on placeholders, which
+    hold no data for another group to move ("cannot Materialize() a placeholder tensor"). Its compiler puts each
+    collective into a module of its own; those run eagerly through podring, the others stay compiled.
+    """
+    from torch_tpu._internal.compile import split_compiler
+    from torch_tpu._internal.distributed import collective_ops
+
+    compiler = split_compiler._SubmodCompiler
+    original = compiler.compile_submod
+
+    def compile_submod(self: Any, mod: Any, args: Any, kwargs: Any, submod_name: Any = None) -> Any:
+        if not any(
+            node.op == "call_function" and collective_ops.is_collective_op(node.target) for node in mod.graph.nodes
+        ):
+            return original(self, mod, args, kwargs, submod_name)
+        compile_one = self.compiler_fn
+        self.compiler_fn = lambda module, inputs, module_name=None: _eager(module)
+        try:
+            return original(self, mod, args, kwargs, submod_name)
+        finally:
+            self.compiler_fn = compile_one
+
+    compiler.compile_submod = compile_submod

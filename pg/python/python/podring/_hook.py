@@ -1,0 +1,155 @@
+"""What ``import torch`` calls, through ``podring_hook``, where there is a virtual slice or torch_tpu.
+
+Where there is something to do, a virtual slice (PODRING_SLICE) or torch_tpu on a TPU, it lets torch_tpu load, brings
+the device "tpu" up, and registers podring for CPU and TPU tensors. A hook that raises would break ``import torch``, so
+whatever goes wrong is kept and raised by ``init_process_group("tpu")``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+_kept: list[Exception] = []
+_done: list[bool] = []
+
+
+def load() -> None:
+    """The entry point. Never raises."""
+    if _done:
+        return
+    _done.append(True)
+    try:
+        _load()
+    except Exception as error:
+        _kept.append(error)
+
+
+def raise_kept() -> None:
+    """Raises what went wrong while torch was imported, if anything did."""
+    if _kept:
+        raise RuntimeError(f"podring could not bring up the device 'tpu': {_kept[0]}") from _kept[0]
+
+
+def explain_absence() -> None:
+    """Warns, once, if a virtual slice was asked for and torch was kept from loading it."""
+    if wanted_slice() is not None and not _done:
+        _done.append(True)
+        warnings.warn(
+            "PODRING_SLICE is set, but TORCH_DEVICE_BACKEND_AUTOLOAD=0 kept torch from loading torch_tpu and podring's "
+            "virtual slice: there is no device 'tpu' in this process, and tensors can't be made on it. CPU tensors "
+            "work. Unset TORCH_DEVICE_BACKEND_AUTOLOAD for virtual chips.",
+            stacklevel=3,
+        )
+
+
+def wanted_slice() -> str | None:
+    """PODRING_SLICE, if it is set."""
+    return (os.environ.get("PODRING_SLICE") or "").strip() or None
+
+
+def disabled() -> bool:
+    """PODRING_DISABLE=1: torch_tpu's own backend stays in place."""
+    return os.environ.get("PODRING_DISABLE", "0") not in ("", "0")
+
+
+def _load() -> None:
+    name = wanted_slice()
+    if name is None and find_spec("torch_tpu") is None:
+        return
+    from podring import _core, _early
+
+    if _early.tpu_here():
+        name = None
+        _interpose_libtpu()
+    elif name is None:
+        return
+    else:
+        if find_spec("torch_tpu") is None:
+            raise RuntimeError(f"PODRING_SLICE={name} needs the package torch_tpu, which is not installed")
+        _interpose_slice(name)
+    import torch_tpu._loader as loader
+
+    loader.load()
+    if name is not None:
+        from podring import _edge
+
+        # Asked for when torch_tpu was imported. If it asked another plugin there shall be no device: that plugin would
+        # look for chips.
+        loaded, why = _core.interposed()
+        if why is not None:
+            raise RuntimeError(why)
+        if not loaded:
+            raise RuntimeError(
+                f"torch_tpu loaded {os.environ.get('TPU_LIBRARY_PATH')} as its PJRT plugin instead of podring's "
+                f"{_early.interposer()}. Start with `podring run`, or set TPU_LIBRARY_PATH to the latter"
+            )
+        _edge.before_start(name)
+        # load() looks for hardware; there is none, but a device there is.
+        loader._init_device("tpu")
+        loader._LOADED = True
+        _edge.after_start(name)
+    elif not loader._LOADED:
+        return
+    _register(virtual=name is not None)
+
+
+def _register(virtual: bool) -> None:
+    import torch.distributed as dist
+
+    from podring import _edge, _register
+
+    if not dist.is_available():
+        return
+    if disabled():
+        if virtual:
+            _edge.for_their_backend()
+        return
+    _edge.for_our_backend()
+    _register.register()
+    dist.Backend.default_device_backend_map["tpu"] = "tpu"
+
+
+def _interpose_slice(name: str) -> None:
+    from podring import _core, _early
+
+    plugin = _early.cpu_plugin()
+    if plugin is None:
+        raise RuntimeError(
+            f"PODRING_SLICE={name} needs XLA's CPU plugin: install lammps_jax_pjrt_cpu or xla_cpu_pjrt, or name a file "
+            "with PODRING_PJRT_PLUGIN"
+        )
+    _early.arrange()
+    # First of all, so that a wrong name is reported as such and nothing has been loaded yet.
+    _core.interpose(str(plugin), name)
+
+
+def _interpose_libtpu() -> None:
+    """On a TPU: podring's table over libtpu's, so that the process group can share the client."""
+    from podring import _core, _early
+
+    core = _early.interposer()
+    given = os.environ.get("TPU_LIBRARY_PATH")
+    if core is None or "torch_tpu" in sys.modules or (given and Path(given).resolve() == core):
+        return
+    libtpu = given
+    if not libtpu:
+        spec = find_spec("libtpu")
+        folders = spec.submodule_search_locations if spec is not None else None
+        libtpu = str(Path(next(iter(folders)), "libtpu.so")) if folders else None
+    if libtpu is None:
+        return
+    _core.interpose(libtpu, None)
+    os.environ["TPU_LIBRARY_PATH"] = str(core)
+
+
+def torch_tpu_version() -> str | None:
+    """The installed torch_tpu's version."""
+    try:
+        return version("torch_tpu")
+    except PackageNotFoundError:
+        return None

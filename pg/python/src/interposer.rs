@@ -1,0 +1,55 @@
+//! The interposer's side of this module: `GetPjrtApi`, so that `TPU_LIBRARY_PATH` can name this very file and both
+//! handles on it are one instance, with one client.
+
+use std::ffi::c_void;
+use std::panic::catch_unwind;
+use std::path::PathBuf;
+
+use podring_interposer::{Settings, Wrapped};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+/// What a framework looks up in a PJRT plugin.
+// SAFETY: no other symbol of this name is linked into this module.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case)]
+pub extern "C" fn GetPjrtApi() -> *const c_void {
+    catch_unwind(podring_interposer::api).unwrap_or(std::ptr::null())
+}
+
+/// Says what to wrap before a framework asks: a virtual slice (`slice`) on `plugin`, or, without a slice, libtpu
+/// (`plugin`) as it is. False if a framework has the table already.
+///
+/// Raises ValueError if the slice's name is none, or the launcher's RANK and WORLD_SIZE don't fit it.
+#[pyfunction]
+#[pyo3(signature = (plugin, slice=None))]
+fn interpose(plugin: PathBuf, slice: Option<&str>) -> PyResult<bool> {
+    let refused = |error: podring_interposer::InterposeError| PyValueError::new_err(error.to_string());
+    let settings = match slice {
+        Some(name) => Settings::virtual_slice(name, Some(&plugin)).map_err(refused)?,
+        None => Settings { plugin, wrapped: Wrapped::Libtpu },
+    };
+    settings.check_place().map_err(refused)?;
+    Ok(podring_interposer::configure(settings))
+}
+
+/// (loaded, reason): whether a framework has asked this module for its PJRT table, and why it got none, if so.
+#[pyfunction]
+fn interposed() -> (bool, Option<String>) {
+    (podring_interposer::is_loaded(), podring_interposer::failure())
+}
+
+/// (device kind, memory of a device in bytes, devices, shape of one slice in chips) of a slice by name.
+#[pyfunction]
+fn slice_facts(name: &str) -> PyResult<(String, u64, u32, [u32; 3])> {
+    let slice = podring_topology::parse(name).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let (kind, memory) = podring_interposer::device_facts(&slice);
+    Ok((kind.to_owned(), memory, slice.devices(), slice.dims()))
+}
+
+pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(interpose, module)?)?;
+    module.add_function(wrap_pyfunction!(interposed, module)?)?;
+    module.add_function(wrap_pyfunction!(slice_facts, module)?)?;
+    Ok(())
+}

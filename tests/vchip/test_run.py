@@ -1,0 +1,185 @@
+"""`podring run` and the hook: what starts, what is refused, and what everybody is told."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_program
+from tests.vchip import jobs
+
+FACTS = """
+    import os, torch, torch.distributed as dist
+    from podring import _core
+    dist.init_process_group("tpu")
+    one = torch.ones(3, device="tpu")
+    dist.all_reduce(one)
+    print("SUM", dist.get_rank(), one.cpu().tolist(), flush=True)
+    dist.destroy_process_group()
+"""
+
+
+# Another plugin than podring's, as a user may have it set.
+LIBTPU = str(Path(str(find_spec("libtpu").origin)).with_name("libtpu.so"))  # type: ignore[union-attr]
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "program.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def alone(folder: Path, text: str, **env: str) -> tuple[int | None, str]:
+    """One process without a launcher."""
+    program = run_program([jobs.python(), script(folder, text)], 90.0, jobs.environment(**env), cwd=folder)
+    return program.code, program.output
+
+
+def test_a_module_on_two_hosts(tmp_path: Path) -> None:
+    (tmp_path / "facts.py").write_text(textwrap.dedent(FACTS))
+    program = jobs.podring(
+        "run", "--slice", "v5e:2x2", "--nproc-per-node", "1", "--hosts", "2", "-m", "facts", PYTHONPATH=str(tmp_path)
+    )
+    assert program.code == 0, program.output[-6000:]
+    assert sorted(line for line in program.output.splitlines() if line.startswith("SUM")) == [
+        "SUM 0 [2.0, 2.0, 2.0]",
+        "SUM 1 [2.0, 2.0, 2.0]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--slice", "v5e:3x7", "x.py"], "v5e"),
+        (["--slice", "v9z:2x2", "x.py"], "v9z"),
+        (["--slice", "v5e:2x2", "--nproc-per-node", "5", "x.py"], "which has 4 devices"),
+        (["--slice", "v5e:2x2", "--hosts", "3", "x.py"], "don't divide over 3 hosts"),
+        (["x.py"], "which slice?"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(words: list[str], expected: str) -> None:
+    begin = time.monotonic()
+    program = jobs.podring("run", *words, PODRING_SLICE="")
+    assert program.code == 1 and expected in program.output, program.output
+    assert time.monotonic() - begin < 20
+
+
+def test_one_module_under_both_names_and_errors_are_raised_late(tmp_path: Path) -> None:
+    code, output = alone(
+        tmp_path,
+        """
+        import ctypes, os, sys
+        import torch
+        from podring import _core
+        # The plugin that torch_tpu loaded is the module that Python loaded.
+        assert os.path.realpath(_core.__file__) == os.environ["TPU_LIBRARY_PATH"], os.environ["TPU_LIBRARY_PATH"]
+        mapped = {line.split()[-1] for line in open("/proc/self/maps") if "_core" in line and "podring" in line}
+        assert len(mapped) == 1, mapped
+        assert _core.interposed() == (True, None), _core.interposed()
+        torch.ones(1, device="tpu").cpu()
+        # The interposer keeps out of the way of what it doesn't override, and refuses by name.
+        assert not _core.interpose("other.so", "v5e:4x4")
+        print("FINE")
+        """,
+        PODRING_SLICE="v5e:2x2",
+    )
+    assert code == 0 and "FINE" in output, output[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"PODRING_SLICE": "v5e:3x7"}, "PODRING_SLICE=v5e:3x7"),
+        ({"PODRING_SLICE": "v5e:2x2", "RANK": "4", "WORLD_SIZE": "8"}, "the slice v5e:2x2 has 4 devices"),
+        ({"PODRING_SLICE": "v5e:2x2", "TPU_LIBRARY_PATH": LIBTPU}, "set TPU_LIBRARY_PATH to the latter"),
+    ],
+)
+def test_import_torch_never_fails(tmp_path: Path, env: dict[str, str], expected: str) -> None:
+    _, output = alone(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        print("IMPORTED", flush=True)
+        store = dist.HashStore()
+        try:
+            dist.init_process_group("tpu", store=store, rank=0, world_size=1)
+        except RuntimeError as error:
+            print("RAISED", error, flush=True)
+        """,
+        **env,
+    )
+    assert "IMPORTED" in output and "RAISED" in output and expected in output, output[-4000:]
+
+
+def test_without_autoload_cpu_works_and_says_why(tmp_path: Path) -> None:
+    code, output = alone(
+        tmp_path,
+        """
+        import sys, warnings
+        import torch, torch.distributed as dist
+        assert "torch_tpu" not in sys.modules
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            dist.init_process_group("tpu", store=dist.HashStore(), rank=0, world_size=1)
+        assert any("TORCH_DEVICE_BACKEND_AUTOLOAD=0" in str(one.message) for one in told), told
+        one = torch.ones(3)
+        dist.all_reduce(one)
+        print("FINE", one.tolist())
+        """,
+        PODRING_SLICE="v5e:2x2",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert code == 0 and "FINE [1.0, 1.0, 1.0]" in output, output[-4000:]
+
+
+def test_unknown_torch_tpu_is_staged_with_one_warning(tmp_path: Path) -> None:
+    code, output = alone(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        from podring import _register
+        dist.init_process_group("tpu", store=dist.HashStore(), rank=0, world_size=1)
+        _register.face().set_torch_tpu("0.3.0")
+        for _ in range(3):
+            one = torch.full((1000,), 2.0, device="tpu")
+            dist.all_reduce(one)
+            assert one.cpu().sum() == 2000
+        print("FINE")
+        """,
+        PODRING_SLICE="v5e:2x2",
+    )
+    assert code == 0 and "FINE" in output, output[-4000:]
+    assert output.count("stages tpu tensors") == 1 and "torch_tpu 0.3.0" in output, output[-4000:]
+
+
+@pytest.mark.parametrize("disable", ["0", "1"])
+def test_a_killed_rank_is_named(tmp_path: Path, disable: str) -> None:
+    # With "1" the collective is inside of a program, which fails when its result is asked for.
+    program = script(
+        tmp_path,
+        f"""
+        import os, signal, sys, time, torch, torch.distributed as dist
+        dist.init_process_group("tpu")
+        one = torch.ones(1 << 20, device="tpu")
+        dist.all_reduce(one)
+        one.cpu()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        try:
+            dist.all_reduce(one)
+            one.cpu()
+        except RuntimeError as error:
+            print("LOST", type(error).__name__, error, flush=True)
+            assert time.monotonic() - begin < 30
+        os._exit({signal.SIGUSR1.value})
+        """,
+    )
+    words = ["run", "--slice", "v5e:1x2", str(program)]
+    output = jobs.podring(*words, PODRING_DISABLE=disable).output
+    assert "LOST " + ("DistBackendError" if disable == "0" else "") in output and "rank 1" in output, output[-4000:]

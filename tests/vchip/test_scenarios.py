@@ -1,0 +1,81 @@
+"""Every scenario on virtual chips, compared with CPU tensors: a job for each number of ranks, a test per scenario."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+from tests.vchip import jobs
+
+COLLECTIVES = [
+    "reductions",
+    "movements",
+    "point_to_point",
+    "layouts",
+    "aliases_keep_their_values",
+    "deferred_values",
+    "asynchronous",
+    "coalesced",
+    "objects",
+    "refusals",
+    "memory_stays_flat",
+    "functional_eager",
+    "compiled_collectives",
+    "device_facts",
+]
+TRAINING = [
+    "eager_training",
+    "ddp",
+    "fsdp2",
+    "hsdp",
+    "dtensor",
+    "tensor_parallel",
+    "checkpoint",
+    "pipeline",
+    "compiled_training",
+]
+
+
+@functools.cache
+def job(ranks: int) -> dict[str, jobs.Said]:
+    return jobs.run_scenarios(COLLECTIVES + TRAINING, ranks)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES + TRAINING)
+def test_two_ranks(name: str) -> None:
+    job(2)[name].check(name)
+
+
+# What runs over torch_tpu's own process group, its collectives inside of XLA programs.
+THEIRS = ["their_collectives", "their_refusals", "ddp", "fsdp2", "compiled_training"]
+ALL_THEIRS = [*THEIRS, "their_subgroups", "hsdp", "dtensor", "tensor_parallel"]
+
+
+@pytest.mark.skipif(not os.environ.get("PODRING_VCHIP_ALL"), reason="make vchip runs it: times need a quiet machine")
+def test_speed() -> None:
+    jobs.run_scenarios(["speed"], 2)["speed"].check("speed")
+
+
+@functools.cache
+def their_job(ranks: int) -> dict[str, jobs.Said]:
+    names = THEIRS if ranks == 2 else ALL_THEIRS
+    return jobs.run_scenarios(names, ranks, {2: "v5e:1x2", 4: "v5e:2x2"}[ranks], PODRING_DISABLE="1")
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_torch_tpus_own_process_group(name: str) -> None:
+    their_job(2)[name].check(name)
+
+
+@pytest.mark.skipif(not os.environ.get("PODRING_VCHIP_ALL"), reason="make vchip runs it: 4 ranks take minutes")
+@pytest.mark.parametrize("name", COLLECTIVES + TRAINING)
+def test_four_ranks(name: str) -> None:
+    job(4)[name].check(name)
+
+
+@pytest.mark.skipif(not os.environ.get("PODRING_VCHIP_ALL"), reason="make vchip runs it: 4 ranks take minutes")
+@pytest.mark.parametrize("name", ALL_THEIRS)
+def test_torch_tpus_own_process_group_of_four(name: str) -> None:
+    their_job(4)[name].check(name)
