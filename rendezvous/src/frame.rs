@@ -2,7 +2,6 @@
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::Range;
-use std::time::Duration;
 
 use prost::Message;
 
@@ -14,9 +13,6 @@ pub(crate) const HELLO: usize = 16 << 10;
 pub(crate) const HEAD: usize = 4;
 /// A buffer that grew beyond this is given back after use.
 const KEPT: usize = 1 << 20;
-
-/// How long to look for what comes before sleeping: to be woken takes longer than most calls.
-pub(crate) const LOOKING: Duration = Duration::from_micros(50);
 
 /// Bytes as they arrive.
 #[derive(Default)]

@@ -18,14 +18,14 @@ use podring_proto as pb;
 use prost::Message as _;
 use rustc_hash::FxHashMap;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::timeout;
 
 use super::guard::Stop;
 use super::state::Shared;
 use crate::decide::keyvalue::{KeyValue, Outcome, Want};
 use crate::decide::{bounded, invalid};
-use crate::frame::{self, HELLO, Inbound, LOOKING, MAGIC, Many};
+use crate::frame::{self, HELLO, Inbound, MAGIC, Many};
 use crate::refusal::Refusal;
 use crate::secret::Token;
 use crate::wire;
@@ -45,9 +45,6 @@ pub(super) struct Caller {
 pub(super) struct Calls {
     pub(super) shared: Arc<Shared>,
     pub(super) token: Option<Token>,
-    /// Counted up by every call.
-    served: AtomicU64,
-    busy: Notify,
     /// Those that make quiet calls, as long as they have a stream.
     clients: Mutex<FxHashMap<u64, Weak<Client>>>,
 }
@@ -68,7 +65,7 @@ pub(super) struct Streams {
 
 impl Calls {
     pub(super) fn new(shared: Arc<Shared>, token: Option<Token>) -> Self {
-        Calls { shared, token, served: AtomicU64::new(0), busy: Notify::new(), clients: Mutex::default() }
+        Calls { shared, token, clients: Mutex::default() }
     }
 
     /// Serves callers until stopped, and those of this host that come through the addresses beside `served`.
@@ -218,22 +215,6 @@ impl Calls {
         }
         client
     }
-
-    /// Keeps the thread awake for a while after each call.
-    async fn look(self: Arc<Self>) {
-        loop {
-            self.busy.notified().await;
-            let (mut seen, mut since) = (self.served.load(Ordering::Relaxed), Instant::now());
-            while since.elapsed() < LOOKING {
-                thread::yield_now();
-                tokio::task::yield_now().await;
-                let now = self.served.load(Ordering::Relaxed);
-                if now != seen {
-                    (seen, since) = (now, Instant::now());
-                }
-            }
-        }
-    }
 }
 
 impl Client {
@@ -245,7 +226,7 @@ impl Client {
                 let done = self.done.load(Ordering::Relaxed);
                 return Err(invalid("order", format!("{done} of {after} calls before it: others were lost")));
             }
-            if since.elapsed() < LOOKING { tokio::task::yield_now().await } else { tokio::time::sleep(PAUSE).await }
+            if since.elapsed() < PAUSE { tokio::task::yield_now().await } else { tokio::time::sleep(PAUSE).await }
         }
         Ok(())
     }
@@ -263,9 +244,6 @@ async fn run(
     seats: Arc<Semaphore>,
     stop: Stop,
 ) {
-    if thread::available_parallelism().is_ok_and(|cores| cores.get() > 1) {
-        tokio::spawn(Arc::clone(&calls).look());
-    }
     for listener in beside {
         if let Ok(listener) = tokio::net::UnixListener::from_std(listener) {
             let beside = Beside { _mark: Marked::new(&listener), listener };
@@ -362,7 +340,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
                 match self.inbound.frame(calls.shared.message_bytes) {
                     Ok(Some(message)) => {
                         if calls.many(message, &client, &mut self.out) {
-                            self.send(calls).await?;
+                            self.write().await?;
                             continue;
                         }
                         break pb::StoreCall::decode(message)?;
@@ -400,8 +378,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
             };
             if quiet {
                 client.done.fetch_add(1, Ordering::Relaxed);
-                calls.served.fetch_add(1, Ordering::Relaxed);
-                calls.busy.notify_one();
                 if let Err(refusal) = reply {
                     client.refused.lock().get_or_insert(refusal);
                 }
@@ -409,15 +385,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
             }
             let reply = reply.unwrap_or_else(|refusal: Refusal| Reply::Refused(wire::refused(&refusal).1));
             frame::encode(&pb::StoreReply { number, reply: Some(reply) }, &mut self.out);
-            self.send(calls).await?;
+            self.write().await?;
         }
-    }
-
-    /// Sends the answer to a call.
-    async fn send(&mut self, calls: &Calls) -> io::Result<()> {
-        calls.served.fetch_add(1, Ordering::Relaxed);
-        calls.busy.notify_one();
-        self.write().await
     }
 
     async fn hello(&mut self) -> io::Result<pb::StoreHello> {

@@ -29,7 +29,7 @@ use super::connect::{self, Access};
 use super::error::Error;
 use super::store::Asks;
 use crate::coordinator::stream::keep_alive;
-use crate::frame::{self, HELLO, Inbound, LOOKING, MAGIC};
+use crate::frame::{self, HELLO, Inbound, MAGIC};
 use crate::secret::Token;
 use crate::wire;
 
@@ -474,7 +474,6 @@ impl Line {
         until: &Until<'_>,
         read: impl FnOnce(&[u8]) -> Result<pb::StoreReply, Failed>,
     ) -> Result<Reply, Failed> {
-        let sent = Instant::now();
         let message = loop {
             match self.inbound.next(limit) {
                 Ok(Some(range)) if range.end <= self.inbound.bytes.len() => break range,
@@ -482,12 +481,10 @@ impl Line {
                 Err(frame::TooLong(length)) => return Err(Failed::Nonsense(format!("a frame of {length} bytes"))),
             }
             self.inbound.make_room();
-            let looks = sent.elapsed() < LOOKING;
-            let flags = if looks { RecvFlags::DONTWAIT } else { RecvFlags::empty() };
-            match recv(&self.socket, spare_capacity(&mut self.inbound.bytes), flags) {
+            // No looking before sleeping: a thread that yields beside a busy process gets its core back a time slice later.
+            match recv(&self.socket, spare_capacity(&mut self.inbound.bytes), RecvFlags::empty()) {
                 Ok((0, _)) => return Err(Failed::Broken("it closed the connection".to_owned())),
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) if looks => thread::yield_now(),
                 // The socket's own timeout.
                 Err(Errno::AGAIN) => until.passed()?,
                 Err(error) => return Err(Failed::Broken(error.to_string())),
