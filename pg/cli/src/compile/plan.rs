@@ -297,7 +297,7 @@ mod tests {
         let axis = "[[axis]]\nname = \"a\"\nsize = 16\nuse = ";
         assert!(error(&format!("{HEAD}{axis}\"shrad\"")).contains("shrad"));
         assert!(error(&format!("{HEAD}dtype = \"float31\"\n{axis}\"shard\"")).contains("float32"));
-        assert!(error(&HEAD.replace("= 10", "= 0").add(axis, "\"shard\"")).contains("model.layers is 0"));
+        assert!(error(&HEAD.replace("layers = 10", "layers = 0").add(axis, "\"shard\"")).contains("model.layers is 0"));
     }
 
     trait Add {
