@@ -1,11 +1,15 @@
-"""What ``import torch`` calls (the entry-point group ``torch.backends``), apart from the package ``podring``: importing
-that loads the core, which nobody shall pay for who has neither torch_tpu nor a virtual slice.
+"""What ``import torch`` calls (the entry-point group ``torch.backends``), apart from the package ``podring``: none of
+that is imported before somebody needs it. Nothing here raises: an error would be one of ``import torch``.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 
 def load() -> None:
@@ -17,3 +21,26 @@ def load() -> None:
             # A core that can't be loaded: init_process_group("tpu") imports it too, and raises what is wrong with it.
             return
         _hook.load()
+
+
+def autoload() -> None:
+    """Makes ``init_method="tpu://host:port"`` known: torch looks for a scheme before it loads a backend."""
+    try:
+        if os.environ.get("PODRING_AGENT_STORE"):
+            # A worker of torchrun's --rdzv-backend=podring: env:// is its too.
+            from podring import rendezvous
+
+            rendezvous.register()
+            return
+        # The package's attribute of that name is a function.
+        torchs = importlib.import_module("torch.distributed.rendezvous")
+        if "tpu" not in torchs._rendezvous_handlers:
+            torchs.register_rendezvous_handler("tpu", _tpu)
+    except Exception:
+        logging.getLogger(__name__).warning("podring can't register tpu://", exc_info=True)
+
+
+def _tpu(url: str, **kwargs: Any) -> Iterator[Any]:
+    from podring import rendezvous
+
+    yield from rendezvous._tpu(url, **kwargs)

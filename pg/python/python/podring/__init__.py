@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Store", "__version__", "device_mesh", "rank_order"]
 
-# `import torch` imports this package for podring._hooks: what costs time, or can fail, is imported when asked for.
+# `import torch` of a worker of torchrun imports this package: what costs time, or can fail, is imported when asked for.
 _HOMES = {
     "Store": "podring.store",
     "__version__": "podring._core",

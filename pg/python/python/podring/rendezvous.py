@@ -1,7 +1,7 @@
 """``init_method="tpu://host:port"``: rank, world size and a store, all from podring's coordinator.
 
 ``torch.distributed`` looks the scheme up before it loads the backend, so the entry point of the backend comes too late.
-``podring._hooks``, which ``import torch`` calls, registers it instead. Where such hooks are switched off
+``podring_hook``, which ``import torch`` calls, registers it instead. Where such hooks are switched off
 (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), ``podring.rendezvous.register()`` does.
 """
 
