@@ -83,7 +83,7 @@ def numbers(rng: np.random.Generator, shape: Sequence[int], dtype: torch.dtype, 
 
     "exact": whatever order they are added in, the sum of eight is exact in the dtype's accumulator. Integers and bool
     are of the full range. "factors": the same for products. "special": NaN, infinities, zeros of both signs, subnormal
-    numbers. "rounding": normally distributed.
+    numbers; sums of these too are the same in any order. "rounding": normally distributed.
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return any_bytes(rng, shape, dtype)
@@ -99,7 +99,11 @@ def numbers(rng: np.random.Generator, shape: Sequence[int], dtype: torch.dtype, 
             values = rng.choice(np.array([1.0, -1.0, 2.0, 0.5, -0.5, 1.5, 3.0]), many)
         case "special":
             tiny = float(np.ldexp(1.0, EXPONENTS[real][0]))
-            values = rng.choice(np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 1.5, tiny, -tiny]), many)
+            always = [np.nan, np.inf, -np.inf, 0.0, -0.0]
+            usual = rng.choice(np.array([*always, 1.0, -1.0, 1.5]), many)
+            subnormal = rng.choice(np.array([*always, tiny, -tiny, 3 * tiny]), many)
+            # Never both in one place: 1 - 1 + tiny is tiny, but 1 + tiny - 1 is 0.
+            values = np.where(np.arange(many) // 2 % 2 == 0, usual, subnormal)
         case "rounding":
             values = rng.standard_normal(many)
         case _:

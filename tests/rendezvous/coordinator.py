@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -71,11 +70,6 @@ def coordinator(*options: str, bind: str = "127.0.0.1:0") -> Iterator[Coordinato
         yield running
     finally:
         running.close()
-
-
-def has_openssl() -> bool:
-    """Whether certificates can be made here."""
-    return shutil.which("openssl") is not None
 
 
 def certificates(folder: Path, authority: str) -> tuple[Path, Path, Path]:

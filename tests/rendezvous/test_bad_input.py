@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests import harness
 from tests.harness import End, attempt, report, run
-from tests.rendezvous.coordinator import certificates, coordinator, has_openssl
+from tests.rendezvous.coordinator import certificates, coordinator
 from tests.rendezvous.test_world import ALONE, ONE, QUICK, join, total
 
 SECONDS = 3.0
@@ -146,7 +146,6 @@ def test_token_file_keeps_the_secret_out_of_the_store(token: Path, tmp_path: Pat
     assert run(body, 2, init=False, env={"PODRING_TOKEN_FILE": str(token)}, rank_env=ALONE) == [2.0, 2.0]
 
 
-@pytest.mark.skipif(not has_openssl(), reason="no openssl to make certificates with")
 def test_certificates(tmp_path: Path) -> None:
     """The right ones, those of another authority, and none."""
     cert, key, ca = certificates(tmp_path, "ours")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -66,6 +68,20 @@ def test_a_standing_coordinator_is_used(tmp_path: Path) -> None:
         assert harness.run(body, 2, init=False, env=env) == [-1, -1]
         # The ranks are gone, and what they wrote is with the coordinator still.
         assert one.client().num_keys() > 0
+
+
+def test_rank_0_serves_once_the_port_is_free() -> None:
+    """Whoever has the port leaves, as a coordinator of the job before may: rank 0 doesn't wait for it for ever."""
+    with socket.socket() as leaving:
+        leaving.bind((HOST, 0))
+        leaving.listen()
+        timer = threading.Timer(2, leaving.close)
+        timer.start()
+        url = f"tpu://{HOST}:{leaving.getsockname()[1]}?rank=0&world_size=1"
+        store, _, _ = rendezvous(url, seconds=20)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        timer.join()
 
 
 def test_ipv6() -> None:

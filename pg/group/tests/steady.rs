@@ -2,36 +2,17 @@
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
-use std::alloc::{GlobalAlloc, Layout as Memory, System};
+mod counting;
+
 use std::sync::Arc;
 use std::sync::Barrier;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use counting::ALLOCATIONS;
 use podring_collective::{Blocks, Collective, DType, Kind, Layout, Part, Reduction, Tensor};
 use podring_group::{Config, HubConfig, MemoryStore, ProcessGroup, Runtime};
 use smallvec::SmallVec;
-
-struct Counting;
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: passes everything on to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, data: *mut u8, layout: Memory) {
-        // SAFETY: passed on.
-        unsafe { System.dealloc(data, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
 
 fn all_reduce(group: &ProcessGroup, data: &mut [f32], sync: bool) {
     let whole = || Blocks::whole(Tensor { data: data.as_ptr().cast_mut().cast(), layout: Layout::flat(data.len()) });

@@ -3,39 +3,20 @@
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
-use std::alloc::{GlobalAlloc, Layout as Memory, System};
+mod counting;
+
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
+use counting::ALLOCATIONS;
 use podring_collective::{Blocks, Collective, DType, Kind, Layout, Part, Reduction, Tensor};
 use podring_group::engine::{DeviceCall, Devices};
 use podring_group::{Config, HubConfig, MemoryStore, ProcessGroup, Runtime};
 use podring_ici::engine::{Machine, Options};
 use podring_ici::pjrt::{Client, Element, Plugin, Value, Want, find};
 use smallvec::SmallVec;
-
-struct Counting;
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: passes everything on to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, data: *mut u8, layout: Memory) {
-        // SAFETY: passed on.
-        unsafe { System.dealloc(data, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
 
 #[test]
 fn nothing_is_allocated_per_collective() {
