@@ -10,6 +10,7 @@
 
 mod chips;
 mod error;
+mod ffi;
 mod hlo;
 mod host_memory;
 pub mod memory;
@@ -17,10 +18,12 @@ mod options;
 mod plan;
 mod presented;
 mod programs;
+mod rewrite;
 mod settings;
 mod step;
 mod sys;
 mod table;
+mod wire;
 
 use std::ffi::c_void;
 use std::sync::OnceLock;
@@ -28,7 +31,7 @@ use std::sync::OnceLock;
 use parking_lot::Mutex;
 
 pub use error::InterposeError;
-pub use programs::set_world;
+pub use programs::{Counts, counts, set_world};
 pub use settings::{Settings, Wrapped};
 
 use table::Interposed;
