@@ -74,11 +74,23 @@ struct Extension {
     base: ExtensionBase,
     type_register: Opaque,
     user_data_add: Opaque,
-    register_handler: Option<unsafe extern "C" fn(*mut Register) -> Opaque>,
+    register_handler: Option<unsafe extern "C" fn(*mut c_void) -> Opaque>,
+}
+
+/// Arguments of `register_handler`: those of 0.115, and of 0.81.
+#[repr(C)]
+struct Register {
+    struct_size: usize,
+    target: *const c_char,
+    target_size: usize,
+    handler: *const c_void,
+    platform: *const c_char,
+    platform_size: usize,
+    traits: c_int,
 }
 
 #[repr(C)]
-struct Register {
+struct OlderRegister {
     struct_size: usize,
     target: *const c_char,
     target_size: usize,
@@ -204,26 +216,45 @@ fn try_register(on: &Interposed) -> Result<(), InterposeError> {
     let function = unsafe { extension.cast::<Extension>().as_ref() }.register_handler;
     let function = function.ok_or_else(|| failed("the CPU plugin registers no functions".to_owned()))?;
     let platform = "Host";
+    let handler = call as *const c_void;
+    let mut args = Register {
+        // A plugin that wants the older arguments refuses these by their size, which is smaller.
+        struct_size: std::mem::offset_of!(Register, traits) + size_of::<c_int>(),
+        target: TARGET.as_ptr().cast(),
+        target_size: TARGET.len(),
+        handler,
+        platform: platform.as_ptr().cast(),
+        platform_size: platform.len(),
+        traits: 0,
+    };
+    let mut older = OlderRegister {
+        struct_size: size_of::<OlderRegister>(),
+        target: args.target,
+        target_size: args.target_size,
+        api_version: 1,
+        handler,
+        platform: args.platform,
+        platform_size: args.platform_size,
+        traits: 0,
+    };
     let mut why = String::new();
+    let mut chosen = (&raw mut args).cast::<c_void>();
     // Runtimes accept functions of their own version, some of older ones too.
-    for minor in 0..=LAST_MINOR {
+    let mut minor = 0;
+    while minor <= LAST_MINOR {
         MINOR.store(minor, Ordering::Relaxed);
-        let mut args = Register {
-            struct_size: size_of::<Register>(),
-            target: TARGET.as_ptr().cast(),
-            target_size: TARGET.len(),
-            api_version: 1,
-            handler: call as *const c_void,
-            platform: platform.as_ptr().cast(),
-            platform_size: platform.len(),
-            traits: 0,
-        };
-        // SAFETY: this function's arguments; the name and the handler live for ever.
-        let error = unsafe { function(&raw mut args) };
+        // SAFETY: this function's arguments, as long as they say; the name and the handler live for ever.
+        let error = unsafe { function(chosen) };
         if error.is_null() {
             return Ok(());
         }
         why = on.take_message(error);
+        let other = (&raw mut older).cast();
+        if why.contains("size: expected") && chosen != other {
+            chosen = other;
+        } else {
+            minor += 1;
+        }
     }
     Err(failed(why))
 }
@@ -317,7 +348,8 @@ mod tests {
 
     #[test]
     fn sizes_are_those_of_the_headers() {
-        assert_eq!(std::mem::offset_of!(Register, traits), 56);
+        assert_eq!(std::mem::offset_of!(Register, traits), 48);
+        assert_eq!(std::mem::offset_of!(OlderRegister, traits), 56);
         assert_eq!(size_of::<Extension>(), 48);
         assert_eq!(size_of::<Version>(), 24);
         assert_eq!(std::mem::offset_of!(Api, error_create), 48);
