@@ -181,6 +181,11 @@ impl ProcessGroup {
         Self::form(&Runtime(inner.process.clone()), config, || false)
     }
 
+    /// Whether `other` is a handle of this very group.
+    pub fn is(&self, other: &ProcessGroup) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// This rank.
     pub fn rank(&self) -> u32 {
         self.0.rank

@@ -38,6 +38,17 @@ pub fn set_world(group: Option<ProcessGroup>) {
     *WORLD.lock() = group.map(|group| World { group, parts: HashMap::new() });
 }
 
+/// Takes away the group that was lent, if it is this one, and ends those made of it.
+pub fn end_world(group: &ProcessGroup) {
+    let ended = {
+        let mut world = WORLD.lock();
+        if world.as_ref().is_some_and(|world| world.group.is(group)) { world.take() } else { None }
+    };
+    if let Some(world) = ended {
+        world.parts.values().for_each(ProcessGroup::shutdown);
+    }
+}
+
 /// The group of these ranks: made at the first program that needs it, with nobody waiting for anybody. Never the lent
 /// group itself: its own operations have an order of their own.
 fn group_of(members: &[u32]) -> Result<ProcessGroup, InterposeError> {

@@ -460,8 +460,12 @@ unsafe extern "C" fn group_abort(handle: *mut ProcessGroup, why: *const c_char) 
 }
 
 unsafe extern "C" fn group_shutdown(handle: *mut ProcessGroup) {
-    // SAFETY: a live handle by the header.
-    sheltered((), || unsafe { group(handle) }.shutdown());
+    sheltered((), || {
+        // SAFETY: a live handle by the header.
+        let group = unsafe { group(handle) };
+        group.shutdown();
+        podring_interposer::end_world(group);
+    });
 }
 
 unsafe extern "C" fn group_free(handle: *mut ProcessGroup) {

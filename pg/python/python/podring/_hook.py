@@ -16,6 +16,7 @@ from pathlib import Path
 
 _kept: list[Exception] = []
 _done: list[bool] = []
+_virtual: list[bool] = []
 
 
 def load() -> None:
@@ -45,6 +46,11 @@ def explain_absence() -> None:
             "work. Unset TORCH_DEVICE_BACKEND_AUTOLOAD for virtual chips.",
             stacklevel=3,
         )
+
+
+def on_virtual_slice() -> bool:
+    """Whether this process holds a chip of a virtual slice."""
+    return _virtual[:1] == [True]
 
 
 def wanted_slice() -> str | None:
@@ -93,6 +99,7 @@ def _load() -> None:
         loader._init_device("tpu")
         loader._LOADED = True
         _edge.after_start(name)
+        _virtual.append(True)
     elif not loader._LOADED:
         return
     _register(virtual=name is not None)
