@@ -157,7 +157,9 @@ def _twin(name: str) -> Any:
     tpu = torch.device("tpu")
     ranks = dist.get_process_group_ranks(group)
     store = dist.PrefixStore(f"{_TWIN}{name}-{ranks}", dist.distributed_c10d._get_default_store())
-    backend = tpu_distributed.create_process_group(store, group.rank(), group.size(), group._get_backend(tpu).options._timeout)
+    backend = tpu_distributed.create_process_group(
+        store, group.rank(), group.size(), group._get_backend(tpu).options._timeout
+    )
     kind = dist.ProcessGroup.BackendType.CUSTOM
     twin = dist.ProcessGroup(store, group.rank(), group.size())
     twin._set_default_backend(kind)

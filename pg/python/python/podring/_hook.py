@@ -40,12 +40,9 @@ def explain_absence() -> None:
     """Warns, once, if a virtual slice was asked for and torch was kept from loading it."""
     if wanted_slice() is not None and not _done:
         _done.append(True)
-        warnings.warn(
-            "PODRING_SLICE is set, but TORCH_DEVICE_BACKEND_AUTOLOAD=0 kept torch from loading torch_tpu and podring's "
-            "virtual slice: there is no device 'tpu' in this process, and tensors can't be made on it. CPU tensors "
-            "work. Unset TORCH_DEVICE_BACKEND_AUTOLOAD for virtual chips.",
-            stacklevel=3,
-        )
+        from podring import _early
+
+        warnings.warn(_early.NO_DEVICE, stacklevel=3)
 
 
 def on_virtual_slice() -> bool:
