@@ -544,7 +544,8 @@ def compiled_but_split() -> None:
     def refuse(graph: object) -> object:
         raise ValueError("this graph is refused")
 
-    whole, _graphs._with_twins = _graphs._with_twins, refuse
+    whole = _graphs._with_twins
+    _graphs._with_twins = refuse  # type: ignore[assignment]
     try:
         tensor = values(torch.float32, 24)
         with inside_of_programs(0, split=1):
@@ -629,7 +630,8 @@ def sync_batch_norm() -> None:
     sgd = torch.optim.SGD
     close(averaged(losses(model, batch().to(TPU), sgd)), losses(whole, whole_batch(), sgd))
     for name in ("running_mean", "running_var"):
-        torch.testing.assert_close(getattr(synced[1], name).cpu(), getattr(whole[1], name), rtol=1e-4, atol=1e-5)
+        got, expected = synced.state_dict()[f"1.{name}"], whole.state_dict()[f"1.{name}"]
+        torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
 @scenario
