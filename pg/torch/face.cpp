@@ -454,7 +454,9 @@ c10::intrusive_ptr<c10d::Work> TpuBackend::recvAnysource(TensorVector& tensors, 
 // Barriers.
 
 c10::intrusive_ptr<c10d::Work> TpuBackend::barrier(const c10d::BarrierOptions& opts) {
-  return run({PODRING_BARRIER, OpType::BARRIER, "barrier", opts.timeout, opts.asyncOp}, [](Call&) {});
+  return run({PODRING_BARRIER, OpType::BARRIER, "barrier", opts.timeout, opts.asyncOp}, [&](Call& call) {
+    if (opts.device) call.runs_on(*opts.device);
+  });
 }
 
 void TpuBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {

@@ -149,6 +149,11 @@ pub struct Iota {
 }
 
 impl Shape {
+    /// Whether it is one dense array, of whatever elements: no tuple (13), opaque value (14) or token (17).
+    pub fn is_array(&self) -> bool {
+        self.tuple.is_empty() && !self.is_dynamic.contains(&true) && !matches!(self.element_type, 0 | 13 | 14 | 17)
+    }
+
     /// Extents, if it is one dense array of an element type that collectives know.
     pub fn array(&self) -> Option<(DType, &[i64])> {
         // `xla.PrimitiveType`.

@@ -147,10 +147,10 @@ fn damaged(reason: &'static str) -> InterposeError {
 }
 
 /// A field: its number, itself as it stands, and its payload if it is length-delimited.
-type Field<'a> = (u64, &'a [u8], Option<&'a [u8]>);
+pub type Field<'a> = (u64, &'a [u8], Option<&'a [u8]>);
 
 /// The fields of a message.
-struct Fields<'a>(&'a [u8]);
+pub struct Fields<'a>(pub &'a [u8]);
 
 impl<'a> Iterator for Fields<'a> {
     type Item = Result<Field<'a>, InterposeError>;
@@ -204,7 +204,7 @@ fn take_varint(bytes: &mut &[u8]) -> Result<u64, InterposeError> {
     Err(damaged("a number of more than ten bytes"))
 }
 
-fn varint(out: &mut Vec<u8>, mut value: u64) {
+pub fn varint(out: &mut Vec<u8>, mut value: u64) {
     while value > 0x7f {
         out.push(value as u8 | 0x80);
         value >>= 7;
@@ -212,12 +212,12 @@ fn varint(out: &mut Vec<u8>, mut value: u64) {
     out.push(value as u8);
 }
 
-fn put_varint(out: &mut Vec<u8>, field: u64, value: u64) {
+pub fn put_varint(out: &mut Vec<u8>, field: u64, value: u64) {
     varint(out, field << 3);
     varint(out, value);
 }
 
-fn put_bytes(out: &mut Vec<u8>, field: u64, bytes: &[u8]) {
+pub fn put_bytes(out: &mut Vec<u8>, field: u64, bytes: &[u8]) {
     varint(out, field << 3 | 2);
     varint(out, bytes.len() as u64);
     out.extend_from_slice(bytes);

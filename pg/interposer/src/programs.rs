@@ -1,4 +1,7 @@
 //! Programs with collectives: read when they are compiled, played by the process group when they are executed.
+//!
+//! A program that is one collective is played on its arguments' memory; any other is cut at its collectives
+//! ([`crate::cut`]), and the wrapped plugin runs what lies between.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -9,18 +12,21 @@ use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
 use podring_collective::{Blocks, Collective, Kind, Layout, Part, Tensor};
-use podring_group::{ProcessGroup, Work};
+use podring_group::{Kind as ErrorKind, ProcessGroup, Work};
+use podring_ici::engine::{Launching, launching};
 use prost::Message as _;
 
+use crate::cut::{self, Cut, Value};
 use crate::error::{Fault, InterposeError};
 use crate::hlo::{Module, ModuleFile};
 use crate::memory;
 use crate::options;
 use crate::plan::{self, Plan, Program};
 use crate::presented::Presented;
-use crate::step::{Array, What};
+use crate::step::{Array, Step, What};
 use crate::sys::{self, Opaque};
 use crate::table::Interposed;
+use crate::the_table;
 
 /// The group whose members are the job's ranks, and groups of some of them.
 struct World {
@@ -78,9 +84,31 @@ fn mentions_ranks(code: &[u8]) -> bool {
     NAMES.iter().any(|name| code.windows(name.len()).any(|window| window == name.as_bytes()))
 }
 
+/// How a program with a collective is played.
+enum Played {
+    /// It is one collective.
+    Whole(Plan),
+    /// Pieces, and the executable of each stage's computation.
+    Pieces(Cut, Vec<Option<Executable>>),
+}
+
+/// A `PJRT_LoadedExecutable` of this module's own.
+struct Executable(usize);
+
+impl Drop for Executable {
+    fn drop(&mut self) {
+        let mut end = sys::LoadedExecutableDestroy { executable: self.0 as Opaque, ..Default::default() };
+        if let Some(on) = the_table()
+            && let Err(Fault::Theirs(error)) = on.forward(&mut end)
+        {
+            tracing::warn!(error = on.take_message(error), "a program's part could not be destroyed");
+        }
+    }
+}
+
 /// The programs with a collective, by their `PJRT_LoadedExecutable`.
 #[derive(Default)]
-pub struct Programs(RwLock<HashMap<usize, Arc<Plan>>>);
+pub struct Programs(RwLock<HashMap<usize, Arc<Played>>>);
 
 impl Programs {
     /// Compiles a program for this process's chip, and keeps what collective it is.
@@ -100,19 +128,27 @@ impl Programs {
         let folder = tempfile::tempdir().map_err(|error| failed(error.to_string()))?;
         let mesh = seen.mesh(asked)?;
         forward(on, args, &options::with_dump(&ours, folder.path()))?;
-        let read = module(folder.path()).map_err(failed).and_then(|module| {
-            plan::read(&module, &mesh)
-                .map_err(|refused| InterposeError::Program { program: module.name.clone(), why: refused.to_string() })
+        let played = module(folder.path()).map_err(|why| failed(why).into()).and_then(|(raw, module)| {
+            let named = |why: String| InterposeError::Program { program: module.name.clone(), why };
+            match plan::read(&module, &mesh) {
+                Ok(Program::Alone) => Ok(None),
+                Ok(Program::Collective(plan)) => Ok(Some(Played::Whole(*plan))),
+                Err(_) => {
+                    let cut = cut::cut(&raw, &module, &mesh, seen.rank());
+                    let cut = cut.map_err(|refused| named(refused.to_string()))?;
+                    pieces(on, args.client, &ours, cut).map(Some)
+                }
+            }
         });
-        match read {
-            Ok(Program::Alone) => {}
-            Ok(Program::Collective(plan)) => drop(self.0.write().insert(args.executable as usize, plan.into())),
+        match played {
+            Ok(None) => {}
+            Ok(Some(played)) => drop(self.0.write().insert(args.executable as usize, played.into())),
             Err(error) => {
                 // Nobody else has it, and nobody shall run it.
                 let mut end = sys::LoadedExecutableDestroy { executable: args.executable, ..Default::default() };
                 on.forward(&mut end)?;
                 args.executable = std::ptr::null_mut();
-                return Err(error.into());
+                return Err(error);
             }
         }
         Ok(())
@@ -130,12 +166,41 @@ impl Programs {
         seen: &Presented,
         args: &mut sys::LoadedExecutableExecute,
     ) -> Result<(), Fault> {
-        let plan = self.0.read().get(&(args.executable as usize)).cloned();
-        match plan {
+        let played = self.0.read().get(&(args.executable as usize)).cloned();
+        match played.as_deref() {
             None => on.forward(args),
-            Some(plan) => play(on, seen, &plan, args),
+            Some(Played::Whole(plan)) => play(on, seen, plan, args),
+            Some(Played::Pieces(cut, parts)) => play_pieces(on, seen, cut, parts, args),
         }
     }
+}
+
+/// Compiles what lies between a program's collectives.
+fn pieces(on: &Interposed, client: Opaque, options: &[u8], cut: Cut) -> Result<Played, Fault> {
+    const FORMAT: &str = "hlo";
+    let compile = |module: &[u8]| {
+        let program = sys::Program {
+            struct_size: size_of::<sys::Program>(),
+            extension_start: std::ptr::null_mut(),
+            // The plugin only reads it; the header's type serves both directions.
+            code: module.as_ptr().cast_mut().cast(),
+            code_size: module.len(),
+            format: FORMAT.as_ptr().cast(),
+            format_size: FORMAT.len(),
+        };
+        let mut args = sys::ClientCompile {
+            client,
+            program: &program,
+            compile_options: options.as_ptr().cast(),
+            compile_options_size: options.len(),
+            ..Default::default()
+        };
+        on.forward(&mut args)?;
+        Ok::<Executable, Fault>(Executable(args.executable as usize))
+    };
+    let parts: Result<Vec<_>, Fault> =
+        cut.stages.iter().map(|stage| stage.segment.as_ref().map(|one| compile(&one.module)).transpose()).collect();
+    Ok(Played::Pieces(cut, parts?))
 }
 
 fn forward(on: &Interposed, args: &mut sys::ClientCompile, options: &[u8]) -> Result<(), Fault> {
@@ -146,8 +211,8 @@ fn forward(on: &Interposed, args: &mut sys::ClientCompile, options: &[u8]) -> Re
     compiled
 }
 
-/// The module that XLA wrote into `folder`.
-fn module(folder: &Path) -> Result<Module, String> {
+/// The module that XLA wrote into `folder`, and its bytes.
+fn module(folder: &Path) -> Result<(Vec<u8>, Module), String> {
     let entries = folder.read_dir().map_err(|error| error.to_string())?;
     let files: Vec<_> = entries
         .flatten()
@@ -159,7 +224,10 @@ fn module(folder: &Path) -> Result<Module, String> {
     };
     let bytes = fs::read(file).map_err(|error| error.to_string())?;
     let file = ModuleFile::decode(&bytes[..]).map_err(|error| error.to_string())?;
-    file.module.ok_or_else(|| "it is empty".to_owned())
+    let module = file.module.ok_or_else(|| "it is empty".to_owned())?;
+    // `xla.HloProto`'s first field.
+    let raw = options::Fields(&bytes).flatten().find_map(|(number, _, payload)| payload.filter(|_| number == 1));
+    Ok((raw.unwrap_or_default().to_vec(), module))
 }
 
 /// # Safety
@@ -236,17 +304,12 @@ fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedEx
             return Err(failed("a collective", format!("argument {index} is missing of {}", arguments.len())));
         };
         // SAFETY: an argument of the caller's, a live buffer of this client.
-        let found = unsafe { memory::of_buffer(buffer) }.map_err(|why| failed("a collective's operand", why))?;
-        if found.dtype != Some(expected.dtype) || found.bytes < expected.bytes() {
-            let got = format!("{} bytes of {:?}", found.bytes, found.dtype);
-            return Err(failed("a collective's operand", format!("expected {expected:?}, got {got}")));
-        }
-        inputs.push(found.data.cast::<u8>());
+        inputs.push(unsafe { operand(buffer, expected) }?);
     }
     let outputs: Result<Vec<Held>, InterposeError> =
         plan.step.outputs.iter().map(|array| Held::new(array.bytes())).collect();
     let mut outputs = outputs?;
-    meet(seen.rank(), plan, &inputs, &mut outputs)?;
+    meet(seen.rank(), &plan.step, &inputs, &mut outputs)?;
 
     let mut buffers = Vec::new();
     let mut outputs: Vec<Option<Held>> = outputs.into_iter().map(Some).collect();
@@ -290,13 +353,159 @@ fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedEx
     Ok(())
 }
 
+/// The memory of a collective's operand, once it has its value.
+///
+/// # Safety
+/// `buffer` is a live buffer of the client.
+unsafe fn operand(buffer: Opaque, expected: &Array) -> Result<*mut u8, InterposeError> {
+    let failed = |why| InterposeError::Failed { what: "a collective's operand", why };
+    // SAFETY: the caller's promise.
+    let found = unsafe { memory::of_buffer(buffer) }.map_err(failed)?;
+    if found.dtype != Some(expected.dtype) || found.bytes < expected.bytes() {
+        let got = format!("{} bytes of {:?}", found.bytes, found.dtype);
+        return Err(failed(format!("expected {expected:?}, got {got}")));
+    }
+    Ok(found.data.cast())
+}
+
+/// Buffers of a program that is being played, destroyed at its end unless they are taken.
+struct Made<'a> {
+    on: &'a Interposed,
+    buffers: HashMap<Value, Opaque>,
+}
+
+impl Drop for Made<'_> {
+    fn drop(&mut self) {
+        for (_, buffer) in self.buffers.drain() {
+            let ended = self.on.forward(&mut sys::BufferDestroy { buffer, ..Default::default() });
+            if let Err(Fault::Theirs(error)) = ended {
+                tracing::warn!(error = self.on.take_message(error), "a buffer could not be destroyed");
+            }
+        }
+    }
+}
+
+/// Stage by stage: what the plugin computes, then what the fabric exchanges.
+fn play_pieces(
+    on: &Interposed,
+    seen: &Presented,
+    cut: &Cut,
+    parts: &[Option<Executable>],
+    args: &mut sys::LoadedExecutableExecute,
+) -> Result<(), Fault> {
+    let failed = |why: String| Fault::Ours(InterposeError::Failed { what: "a program in pieces", why });
+    if args.num_devices != 1 {
+        return Err(failed(format!("expected one device to run on, got {}", args.num_devices)));
+    }
+    let given: &[Opaque] = match args.num_args {
+        0 => &[],
+        // SAFETY: one device's list of arguments, as many as the caller says.
+        count => unsafe { std::slice::from_raw_parts(*args.argument_lists, count) },
+    };
+    let mut arguments: HashMap<Value, Opaque> = HashMap::new();
+    for &(number, value) in &cut.arguments {
+        let Some(&buffer) = given.get(number) else {
+            return Err(failed(format!("argument {number} is missing of {}", given.len())));
+        };
+        arguments.insert(value, buffer);
+    }
+    let mut made = Made { on, buffers: HashMap::new() };
+    let mut last = std::ptr::null_mut();
+    let missing = |value: &Value| failed(format!("nothing has given value {value:?}"));
+    for (stage, part) in cut.stages.iter().zip(parts) {
+        let find = |made: &Made, value: &Value| {
+            made.buffers.get(value).or_else(|| arguments.get(value)).copied().ok_or_else(|| missing(value))
+        };
+        if let (Some(segment), Some(part)) = (&stage.segment, part) {
+            let takes = segment.takes.iter().map(|value| find(&made, value)).collect::<Result<Vec<Opaque>, Fault>>()?;
+            let mut gives = vec![std::ptr::null_mut(); segment.gives.len()];
+            let (lists, places) = (takes.as_ptr(), gives.as_mut_ptr());
+            let mut run = sys::LoadedExecutableExecute {
+                executable: part.0 as Opaque,
+                options: args.options,
+                argument_lists: &lists,
+                num_devices: 1,
+                num_args: takes.len(),
+                output_lists: &places,
+                ..Default::default()
+            };
+            on.forward(&mut run)?;
+            last = gives.last().copied().unwrap_or(last);
+            made.buffers.extend(segment.gives.iter().copied().zip(gives));
+        }
+        for meeting in &stage.meetings {
+            let mut inputs = Vec::new();
+            for (value, expected) in meeting.takes.iter().zip(&meeting.step.inputs) {
+                // SAFETY: an argument of the caller's or a buffer made above, alive until the end.
+                inputs.push(unsafe { operand(find(&made, value)?, expected) }?);
+            }
+            let outputs: Result<Vec<Held>, InterposeError> =
+                meeting.step.outputs.iter().map(|array| Held::new(array.bytes())).collect();
+            let mut outputs = outputs?;
+            meet(seen.rank(), &meeting.step, &inputs, &mut outputs)?;
+            for (index, (held, array)) in outputs.into_iter().zip(&meeting.step.outputs).enumerate() {
+                last = held.into_buffer(array)?;
+                made.buffers.insert((meeting.id, index), last);
+            }
+        }
+    }
+    let mut results = Vec::new();
+    for value in &cut.results {
+        results.push(find_result(&made, value).ok_or_else(|| missing(value))?);
+    }
+    let mut done = std::ptr::null_mut();
+    if !args.events.is_null() && !last.is_null() {
+        // A computation's results are ready together, and earlier ones were waited for.
+        let mut ready = sys::BufferReadyEvent { buffer: last, ..Default::default() };
+        on.forward(&mut ready)?;
+        done = ready.event;
+    }
+    for value in &cut.results {
+        made.buffers.remove(value);
+    }
+    // SAFETY: the caller's lists for one device: as many results as the program has, and one event.
+    unsafe {
+        std::ptr::copy_nonoverlapping(results.as_ptr(), *args.output_lists, results.len());
+        if !args.events.is_null() {
+            *args.events = done;
+        }
+    }
+    Ok(())
+}
+
+fn find_result(made: &Made, value: &Value) -> Option<Opaque> {
+    made.buffers.get(value).copied()
+}
+
+/// Waits for an operation of the fabric's, at most as long as the launch that it is part of may take.
+fn finish(work: &Work, group: &ProcessGroup, launch: Option<&Launching>) -> Result<(), InterposeError> {
+    let failed = |why| InterposeError::Failed { what: "a collective", why };
+    let Err(error) = work.wait(None, || launch.is_some_and(|launch| launch.stopped().is_some())) else { return Ok(()) };
+    match error.kind() {
+        ErrorKind::Interrupted => {
+            let why = launch.and_then(Launching::stopped).unwrap_or_default();
+            // The others hear of it, and the memory is let go of.
+            group.abort(&why);
+            let _ = work.wait(None, || false);
+            Err(failed(why))
+        }
+        ErrorKind::Mismatch if launch.is_some_and(|launch| launch.mark != 0) => Err(failed(format!(
+            "{error}\n  (The programs may be alike: compared are also the calls that they were launched for, and the \
+             order of calls among groups of which one contains the other.)"
+        ))),
+        _ => Err(failed(error.to_string())),
+    }
+}
+
 /// The collective itself: returns when this rank's part is done.
-fn meet(rank: u32, plan: &Plan, inputs: &[*mut u8], outputs: &mut [Held]) -> Result<(), InterposeError> {
+fn meet(rank: u32, step: &Step, inputs: &[*mut u8], outputs: &mut [Held]) -> Result<(), InterposeError> {
     let failed = |error: podring_group::Error| InterposeError::Failed { what: "a collective", why: error.to_string() };
-    let finish = |work: Work| work.wait(None, || false).map_err(failed);
-    if let What::Permute(pairs) = &plan.step.what {
+    let launch = launching();
+    let launch = launch.as_deref();
+    let (limit, mark) = (launch.map(Launching::left), launch.map_or(0, |launch| launch.mark));
+    if let What::Permute(pairs) = &step.what {
         let group = WORLD.lock().as_ref().map(|world| world.group.clone()).ok_or(InterposeError::NoWorld)?;
-        let array = &plan.step.inputs[0];
+        let array = &step.inputs[0];
         let count = array.dims.iter().map(|&dim| dim as usize).product();
         let one = |kind, data: *mut u8| {
             let tensor = Blocks::whole(Tensor { data, layout: Layout::flat(count) });
@@ -306,7 +515,7 @@ fn meet(rank: u32, plan: &Plan, inputs: &[*mut u8], outputs: &mut [Held]) -> Res
             Collective { kind, parts: [part].into_iter().collect() }
         };
         let mut works = Vec::new();
-        let post = |collective| group.post(collective, None, None, false).map_err(failed);
+        let post = |collective| group.post(collective, None, limit, false).map_err(failed);
         if let Some(&(from, _)) = pairs.iter().find(|(_, to)| *to == rank) {
             works.push(post(one(Kind::Recv { from: Some(from), tag: TAG }, outputs[0].data.as_ptr()))?);
         } else {
@@ -315,15 +524,18 @@ fn meet(rank: u32, plan: &Plan, inputs: &[*mut u8], outputs: &mut [Held]) -> Res
         if let Some(&(_, to)) = pairs.iter().find(|(from, _)| *from == rank) {
             works.push(post(one(Kind::Send { to, tag: TAG }, inputs[0]))?);
         }
-        return works.into_iter().try_for_each(finish);
+        return works.iter().try_for_each(|work| finish(work, &group, launch));
     }
-    let Some((members, _)) = plan.step.group_of(rank) else {
+    let Some((members, _)) = step.group_of(rank) else {
         return Err(InterposeError::Failed { what: "a collective", why: format!("rank {rank} is in no group of it") });
     };
     let group = group_of(members)?;
     let places: Vec<*mut u8> = outputs.iter().map(|held| held.data.as_ptr()).collect();
-    match plan.step.collective(members.len(), inputs, &places) {
-        Some(collective) => finish(group.post(collective, None, None, true).map_err(failed)?),
+    match step.collective(members.len(), inputs, &places) {
+        Some(collective) => {
+            let work = group.post_marked(collective, limit, mark).map_err(failed)?;
+            finish(&work, &group, launch)
+        }
         None => Ok(()),
     }
 }

@@ -87,6 +87,7 @@ arguments! {
     ClientDestroy = 11 "Client_Destroy" { client: Opaque }
     ClientPlatformName = 12 "Client_PlatformName" { client: Opaque, text: *const c_char, text_size: usize }
     ClientPlatformVersion = 14 "Client_PlatformVersion" { client: Opaque, text: *const c_char, text_size: usize }
+    ClientDevices = 15 "Client_Devices" { client: Opaque, devices: *const Opaque, num_devices: usize }
     ClientAddressableDevices = 16 "Client_AddressableDevices" {
         client: Opaque,
         devices: *const Opaque,
