@@ -43,7 +43,7 @@ use super::{
 };
 use crate::{
     cache::{Cache, Counts, Disk},
-    pjrt::{Buffer, Client, Event, OnReady, PjrtError, Plugin, Value},
+    pjrt::{Buffer, Client, Event, OnReady, PjrtError, Plugin, VIEW_ALIGNMENT, Value},
     program::{Backend, Role, Unsupported},
 };
 
@@ -89,6 +89,7 @@ pub struct Chip {
     name: String,
     target: Target,
     on_host: bool,
+    played: bool,
     constants: Constants,
     launched: AtomicU64,
     order: Mutex<Order>,
@@ -205,6 +206,7 @@ impl Chip {
             // The program that a TPU would run: whoever plays it otherwise plays this very one.
             target: Target { backend: Backend::Tpu, exact: options.exact },
             on_host: options.on_host,
+            played: options.played,
             constants: Constants::default(),
             launched: AtomicU64::new(0),
             order: Mutex::default(),
@@ -473,8 +475,18 @@ impl Job {
                     launch::gives(collective.kind, group.me, one, &prepared.key.op, prepared.key.parts[part].elements)
                 });
                 if let (Some((blocks, lay)), None) = (given, &self.call.inputs) {
-                    // SAFETY: the caller keeps its tensors readable until `keep` is dropped, which this job holds.
-                    let copied = unsafe { stage::to_device(&chip.client, &device, shape, &blocks, lay) };
+                    let lies = stage::lies(&blocks, lay, shape.bytes)
+                        .filter(|data| data.addr().is_multiple_of(VIEW_ALIGNMENT));
+                    let copied = match lies.filter(|_| chip.played && chip.on_host) {
+                        Some(data) => {
+                            donate = false;
+                            // SAFETY: aligned, as many bytes as the buffer has, and the caller's to stay as they are
+                            // until `keep` is dropped; the launch is over when it returns.
+                            unsafe { chip.client.view(data, shape.element, &shape.dims, &device) }
+                        }
+                        // SAFETY: the caller keeps its tensors readable until `keep` is dropped, which this job holds.
+                        None => unsafe { stage::to_device(&chip.client, &device, shape, &blocks, lay) },
+                    };
                     list.push((1, own.len()));
                     own.push(copied.map_err(|error| self.plugin_failure("copying to the device for", error))?);
                     continue;

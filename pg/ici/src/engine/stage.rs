@@ -50,7 +50,7 @@ pub(super) fn blocks(side: &Blocks, width: usize) -> SmallVec<[Block; 8]> {
 }
 
 /// Whether the blocks already lie in memory as they are to lie.
-fn lies(blocks: &[Block], lay: Lay, bytes: usize) -> Option<*mut u8> {
+pub(super) fn lies(blocks: &[Block], lay: Lay, bytes: usize) -> Option<*mut u8> {
     let (first, _) = *blocks.first()?;
     let mut at = first;
     for (index, &(data, size)) in blocks.iter().enumerate() {

@@ -193,6 +193,40 @@ impl Client {
     }
 }
 
+/// What a view's memory has to be aligned to: XLA's for buffers on a CPU.
+pub(crate) const VIEW_ALIGNMENT: usize = 64;
+
+unsafe extern "C" fn nothing(_: Opaque, _: Opaque) {}
+
+impl Client {
+    /// Memory of this process as a buffer, with no copy.
+    ///
+    /// # Safety
+    /// The devices' memory is this process's. `memory` is aligned to [`VIEW_ALIGNMENT`], holds as many elements, and
+    /// stays as it is as long as the buffer, or an execution that reads it, goes on.
+    pub(crate) unsafe fn view(
+        &self,
+        memory: *const u8,
+        element: Element,
+        dims: &[i64],
+        device: &Device,
+    ) -> Result<Buffer, PjrtError> {
+        let mut args = sys::ClientCreateView {
+            client: self.handle.raw,
+            memory: memory.cast_mut().cast(),
+            dims: dims.as_ptr(),
+            num_dims: dims.len(),
+            element_type: element.code(),
+            device: device.raw as Opaque,
+            // XLA's CPU plugin calls it unasked.
+            on_delete: Some(nothing),
+            ..Default::default()
+        };
+        self.plugin().call(&mut args)?;
+        Ok(Buffer { client: self.handle.clone(), raw: args.buffer })
+    }
+}
+
 fn describe(plugin: &Arc<Plugin>, raw: Opaque) -> Result<Device, PjrtError> {
     let mut args = sys::DeviceGetDescription { device: raw, ..Default::default() };
     plugin.call(&mut args)?;

@@ -196,6 +196,20 @@ arguments! {
         client: Opaque,
         executable: Opaque,
     }
+    ClientCreateView = 93 "Client_CreateViewOfDeviceBuffer" {
+        client: Opaque,
+        memory: Opaque,
+        dims: *const i64,
+        num_dims: usize,
+        element_type: c_int,
+        layout: Opaque,
+        device: Opaque,
+        on_delete: Option<unsafe extern "C" fn(Opaque, Opaque)>,
+        on_delete_argument: Opaque,
+        stream: isize,
+        buffer: Opaque,
+        memory_space: Opaque,
+    }
     ExecutableMemoryStats = 96 "Executable_GetCompiledMemoryStats" {
         executable: Opaque,
         generated_code: i64,
