@@ -220,7 +220,7 @@ class Call {
   }
 
   // For an operation without tensors.
-  void runs_on(const c10::Device& device) { device_ = device; }
+  void runs_on_device() { device_ = c10::Device(c10::DeviceType::PrivateUse1, 0); }
 
   // Plain data that lives as long as this call and its tensors.
   PodringCollective collective(bool sync) {

@@ -455,7 +455,8 @@ c10::intrusive_ptr<c10d::Work> TpuBackend::recvAnysource(TensorVector& tensors, 
 
 c10::intrusive_ptr<c10d::Work> TpuBackend::barrier(const c10d::BarrierOptions& opts) {
   return run({PODRING_BARRIER, OpType::BARRIER, "barrier", opts.timeout, opts.asyncOp}, [&](Call& call) {
-    if (opts.device) call.runs_on(*opts.device);
+    // c10d hands on the indices of devices alone; a process has one device beside the CPU.
+    if (!opts.device_ids.empty()) call.runs_on_device();
   });
 }
 
