@@ -9,8 +9,8 @@
 //! heard of are forwarded too, at no cost: the caller gets the plugin's own function pointers.
 
 mod chips;
-mod cut;
 mod error;
+mod ffi;
 mod hlo;
 mod host_memory;
 pub mod memory;
@@ -18,10 +18,12 @@ mod options;
 mod plan;
 mod presented;
 mod programs;
+mod rewrite;
 mod settings;
 mod step;
 mod sys;
 mod table;
+mod wire;
 
 use std::ffi::c_void;
 use std::path::PathBuf;
@@ -30,7 +32,7 @@ use std::sync::OnceLock;
 use parking_lot::Mutex;
 
 pub use error::InterposeError;
-pub use programs::set_world;
+pub use programs::{Counts, counts, set_world};
 pub use settings::{Settings, Wrapped};
 
 use table::Interposed;

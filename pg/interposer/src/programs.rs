@@ -1,7 +1,4 @@
 //! Programs with collectives: read when they are compiled, played by the process group when they are executed.
-//!
-//! A program that is one collective is played on its arguments' memory; any other is cut at its collectives
-//! ([`crate::cut`]), and the wrapped plugin runs what lies between.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -16,17 +13,18 @@ use podring_group::{Kind as ErrorKind, ProcessGroup, Work};
 use podring_ici::engine::{Launching, launching};
 use prost::Message as _;
 
-use crate::cut::{self, Cut, Value};
 use crate::error::{Fault, InterposeError};
-use crate::hlo::{Module, ModuleFile};
+use crate::ffi::{self, Callable};
+use crate::hlo::Module;
 use crate::memory;
 use crate::options;
 use crate::plan::{self, Plan, Program};
 use crate::presented::Presented;
-use crate::step::{Array, Step, What};
+use crate::rewrite;
+use crate::step::{Array, Mesh, Step, What};
 use crate::sys::{self, Opaque};
 use crate::table::Interposed;
-use crate::the_table;
+use crate::wire::Fields;
 
 /// The group whose members are the job's ranks, and groups of some of them.
 struct World {
@@ -41,14 +39,11 @@ pub fn set_world(group: Option<ProcessGroup>) {
     *WORLD.lock() = group.map(|group| World { group, parts: HashMap::new() });
 }
 
-/// The group of these ranks: made at the first program that needs it, with nobody waiting for anybody.
+/// The group of these ranks: made at the first program that needs it, with nobody waiting for anybody. Never the lent
+/// group itself: its own operations have an order of their own.
 fn group_of(members: &[u32]) -> Result<ProcessGroup, InterposeError> {
     let mut world = WORLD.lock();
     let world = world.as_mut().ok_or(InterposeError::NoWorld)?;
-    let size = world.group.size();
-    if members.len() == size as usize && members.iter().copied().eq(0..size) {
-        return Ok(world.group.clone());
-    }
     if let Some(part) = world.parts.get(members) {
         return Ok(part.clone());
     }
@@ -57,6 +52,12 @@ fn group_of(members: &[u32]) -> Result<ProcessGroup, InterposeError> {
     let part = world.group.part(members).map_err(failed)?;
     world.parts.insert(members.to_vec(), part.clone());
     Ok(part)
+}
+
+/// The group of all ranks, in order.
+fn everybody() -> Result<ProcessGroup, InterposeError> {
+    let size = WORLD.lock().as_ref().map(|world| world.group.size()).ok_or(InterposeError::NoWorld)?;
+    group_of(&(0..size).collect::<Vec<u32>>())
 }
 
 /// Names of operations that make ranks meet, or know their place, as programs spell them: an operation that is used is
@@ -84,34 +85,40 @@ fn mentions_ranks(code: &[u8]) -> bool {
     NAMES.iter().any(|name| code.windows(name.len()).any(|window| window == name.as_bytes()))
 }
 
-/// How a program with a collective is played.
-enum Played {
-    /// It is one collective.
-    Whole(Plan),
-    /// Pieces, and the executable of each stage's computation.
-    Pieces(Cut, Vec<Option<Executable>>),
+/// What became of programs with collectives, since the process began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Programs that are one collective.
+    pub whole: u64,
+    /// Programs with collectives among other operations.
+    pub mixed: u64,
+    /// Collectives in the latter.
+    pub inside: u64,
+    /// Programs that were refused.
+    pub refused: u64,
 }
 
-/// A `PJRT_LoadedExecutable` of this module's own.
-struct Executable(usize);
+static COUNTS: Mutex<Counts> = Mutex::new(Counts { whole: 0, mixed: 0, inside: 0, refused: 0 });
 
-impl Drop for Executable {
-    fn drop(&mut self) {
-        let mut end = sys::LoadedExecutableDestroy { executable: self.0 as Opaque, ..Default::default() };
-        if let Some(on) = the_table()
-            && let Err(Fault::Theirs(error)) = on.forward(&mut end)
-        {
-            tracing::warn!(error = on.take_message(error), "a program's part could not be destroyed");
-        }
-    }
+/// What became of programs with collectives.
+pub fn counts() -> Counts {
+    *COUNTS.lock()
+}
+
+/// A program with collectives.
+enum Known {
+    /// It is one.
+    Whole(Plan),
+    /// It calls them. They are callable as long as the program is there.
+    Calls(Callable),
 }
 
 /// The programs with a collective, by their `PJRT_LoadedExecutable`.
 #[derive(Default)]
-pub struct Programs(RwLock<HashMap<usize, Arc<Played>>>);
+pub struct Programs(RwLock<HashMap<usize, Arc<Known>>>);
 
 impl Programs {
-    /// Compiles a program for this process's chip, and keeps what collective it is.
+    /// Compiles a program for this process's chip, and keeps what collectives it has.
     pub fn compile(&self, on: &Interposed, seen: &Presented, args: &mut sys::ClientCompile) -> Result<(), Fault> {
         // SAFETY: the caller's bytes, as many as it says.
         let asked = unsafe { bytes(args.compile_options.cast(), args.compile_options_size) };
@@ -124,34 +131,80 @@ impl Programs {
             return forward(on, args, &ours);
         }
         let failed = |why: String| InterposeError::Failed { what: "reading a program", why };
-        // XLA writes down what it was given, before any of its passes.
+        // XLA writes down what it was given, before any of its passes; also if it can't compile it.
         let folder = tempfile::tempdir().map_err(|error| failed(error.to_string()))?;
         let mesh = seen.mesh(asked)?;
-        forward(on, args, &options::with_dump(&ours, folder.path()))?;
-        let played = module(folder.path()).map_err(|why| failed(why).into()).and_then(|(raw, module)| {
-            let named = |why: String| InterposeError::Program { program: module.name.clone(), why };
-            match plan::read(&module, &mesh) {
-                Ok(Program::Alone) => Ok(None),
-                Ok(Program::Collective(plan)) => Ok(Some(Played::Whole(*plan))),
-                Err(_) => {
-                    let cut = cut::cut(&raw, &module, &mesh, seen.rank());
-                    let cut = cut.map_err(|refused| named(refused.to_string()))?;
-                    pieces(on, args.client, &ours, cut).map(Some)
+        let compiled = forward(on, args, &options::with_dump(&ours, folder.path()));
+        let written = match written(folder.path()) {
+            Ok(written) => written,
+            Err(why) => {
+                compiled?;
+                discard(on, args)?;
+                return Err(failed(why).into());
+            }
+        };
+        let module = Module::decode(&written[..]).map_err(|error| failed(error.to_string()))?;
+        let known = match plan::read(&module, &mesh) {
+            Ok(Program::Alone) => return compiled,
+            Ok(Program::Collective(plan)) if compiled.is_ok() => {
+                COUNTS.lock().whole += 1;
+                tracing::debug!(program = module.name, "a program is one collective: played by the group");
+                Known::Whole(*plan)
+            }
+            _ => {
+                match compiled {
+                    Ok(()) => discard(on, args)?,
+                    Err(Fault::Theirs(error)) => drop(on.take_message(error)),
+                    Err(ours) => return Err(ours),
                 }
+                let callable = self.compile_calls(on, seen, args, &ours, &written, &module, &mesh);
+                Known::Calls(callable.inspect_err(|_| COUNTS.lock().refused += 1)?)
             }
-        });
-        match played {
-            Ok(None) => {}
-            Ok(Some(played)) => drop(self.0.write().insert(args.executable as usize, played.into())),
-            Err(error) => {
-                // Nobody else has it, and nobody shall run it.
-                let mut end = sys::LoadedExecutableDestroy { executable: args.executable, ..Default::default() };
-                on.forward(&mut end)?;
-                args.executable = std::ptr::null_mut();
-                return Err(error);
-            }
-        }
+        };
+        self.0.write().insert(args.executable as usize, known.into());
         Ok(())
+    }
+
+    /// Compiles a program with calls in place of its collectives.
+    #[expect(clippy::too_many_arguments, reason = "all of one compilation")]
+    fn compile_calls(
+        &self,
+        on: &Interposed,
+        seen: &Presented,
+        args: &mut sys::ClientCompile,
+        options: &[u8],
+        written: &[u8],
+        module: &Module,
+        mesh: &Mesh,
+    ) -> Result<Callable, Fault> {
+        let refused = |why: String| InterposeError::Program { program: module.name.clone(), why };
+        let callable = Callable::reserve(rewrite::count(module));
+        let place = mesh.ranks.iter().position(|&rank| rank == seen.rank());
+        let made = rewrite::rewrite(written, module, mesh, place, callable.first())
+            .map_err(|error| refused(error.to_string()))?;
+        if callable.count() > 0 {
+            ffi::register(on).map_err(|error| refused(error.to_string()))?;
+        }
+        callable.fill(made.steps, seen.rank());
+        let format = "hlo";
+        let program = sys::Program {
+            struct_size: size_of::<sys::Program>(),
+            extension_start: std::ptr::null_mut(),
+            code: made.module.as_ptr().cast_mut().cast(),
+            code_size: made.module.len(),
+            format: format.as_ptr().cast(),
+            format_size: format.len(),
+        };
+        let theirs = std::mem::replace(&mut args.program, &raw const program);
+        let compiled = forward(on, args, options);
+        args.program = theirs;
+        compiled?;
+        let inside = callable.count() as u64;
+        tracing::debug!(program = module.name, inside, "collectives stay inside of a program");
+        let mut counts = COUNTS.lock();
+        counts.mixed += 1;
+        counts.inside += inside;
+        Ok(callable)
     }
 
     /// Forgets a program.
@@ -166,41 +219,47 @@ impl Programs {
         seen: &Presented,
         args: &mut sys::LoadedExecutableExecute,
     ) -> Result<(), Fault> {
-        let played = self.0.read().get(&(args.executable as usize)).cloned();
-        match played.as_deref() {
+        let known = self.0.read().get(&(args.executable as usize)).cloned();
+        match known.as_deref() {
             None => on.forward(args),
-            Some(Played::Whole(plan)) => play(on, seen, plan, args),
-            Some(Played::Pieces(cut, parts)) => play_pieces(on, seen, cut, parts, args),
+            Some(Known::Whole(plan)) => play(on, seen, plan, args),
+            Some(Known::Calls(callable)) => callable.during(|| run(on, args)),
         }
     }
 }
 
-/// Compiles what lies between a program's collectives.
-fn pieces(on: &Interposed, client: Opaque, options: &[u8], cut: Cut) -> Result<Played, Fault> {
-    const FORMAT: &str = "hlo";
-    let compile = |module: &[u8]| {
-        let program = sys::Program {
-            struct_size: size_of::<sys::Program>(),
-            extension_start: std::ptr::null_mut(),
-            // The plugin only reads it; the header's type serves both directions.
-            code: module.as_ptr().cast_mut().cast(),
-            code_size: module.len(),
-            format: FORMAT.as_ptr().cast(),
-            format_size: FORMAT.len(),
-        };
-        let mut args = sys::ClientCompile {
-            client,
-            program: &program,
-            compile_options: options.as_ptr().cast(),
-            compile_options_size: options.len(),
-            ..Default::default()
-        };
-        on.forward(&mut args)?;
-        Ok::<Executable, Fault>(Executable(args.executable as usize))
-    };
-    let parts: Result<Vec<_>, Fault> =
-        cut.stages.iter().map(|stage| stage.segment.as_ref().map(|one| compile(&one.module)).transpose()).collect();
-    Ok(Played::Pieces(cut, parts?))
+/// Runs a program that calls collectives, to its end: so those of the next come behind it, on every rank.
+fn run(on: &Interposed, args: &mut sys::LoadedExecutableExecute) -> Result<(), Fault> {
+    let mut own = std::ptr::null_mut();
+    let asked = args.events;
+    if asked.is_null() {
+        args.events = &raw mut own;
+    }
+    let started = on.forward(args);
+    let events = std::mem::replace(&mut args.events, asked);
+    started?;
+    // SAFETY: the list for one device, which the plugin has filled: a virtual chip is alone in its process.
+    let event = unsafe { events.read() };
+    if event.is_null() {
+        return Ok(());
+    }
+    let waited = on.forward(&mut sys::EventAwait { event, ..Default::default() });
+    if asked.is_null() {
+        on.forward(&mut sys::EventDestroy { event, ..Default::default() })?;
+        return waited;
+    }
+    // The caller's event tells it of a failure, as do its buffers.
+    if let Err(Fault::Theirs(error)) = waited {
+        drop(on.take_message(error));
+    }
+    Ok(())
+}
+
+/// Destroys what was compiled: nobody else has it, and nobody shall run it.
+fn discard(on: &Interposed, args: &mut sys::ClientCompile) -> Result<(), Fault> {
+    let mut end = sys::LoadedExecutableDestroy { executable: args.executable, ..Default::default() };
+    args.executable = std::ptr::null_mut();
+    on.forward(&mut end)
 }
 
 fn forward(on: &Interposed, args: &mut sys::ClientCompile, options: &[u8]) -> Result<(), Fault> {
@@ -211,8 +270,8 @@ fn forward(on: &Interposed, args: &mut sys::ClientCompile, options: &[u8]) -> Re
     compiled
 }
 
-/// The module that XLA wrote into `folder`, and its bytes.
-fn module(folder: &Path) -> Result<(Vec<u8>, Module), String> {
+/// The module that XLA wrote into `folder`: an `xla.HloModuleProto`.
+fn written(folder: &Path) -> Result<Vec<u8>, String> {
     let entries = folder.read_dir().map_err(|error| error.to_string())?;
     let files: Vec<_> = entries
         .flatten()
@@ -223,12 +282,16 @@ fn module(folder: &Path) -> Result<(Vec<u8>, Module), String> {
         return Err(format!("expected XLA to write one module, it wrote {}", files.len()));
     };
     let bytes = fs::read(file).map_err(|error| error.to_string())?;
-    let file = ModuleFile::decode(&bytes[..]).map_err(|error| error.to_string())?;
-    let module = file.module.ok_or_else(|| "it is empty".to_owned())?;
-    // `xla.HloProto`'s first field.
-    let raw = options::Fields(&bytes).flatten().find_map(|(number, _, payload)| payload.filter(|_| number == 1));
-    Ok((raw.unwrap_or_default().to_vec(), module))
+    for field in Fields(&bytes) {
+        if let (MODULE, _, Some(module)) = field.map_err(|error| error.to_string())? {
+            return Ok(module.to_vec());
+        }
+    }
+    Err("it is empty".to_owned())
 }
+
+/// Field of `xla.HloProto`, as XLA writes it into files.
+const MODULE: u64 = 1;
 
 /// # Safety
 /// `data` is null or points to `size` bytes.
@@ -261,13 +324,8 @@ impl Held {
     }
 
     fn view(&mut self) -> &mut [u8] {
-        // SAFETY: this many bytes of its own; written by the group or by `zero` before they are read.
+        // SAFETY: this many bytes of its own; written by the group before they are read.
         unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.bytes) }
-    }
-
-    fn zero(&mut self) {
-        // SAFETY: its own memory.
-        unsafe { self.data.as_ptr().write_bytes(0, self.bytes) };
     }
 
     fn into_buffer(self, shape: &Array) -> Result<Opaque, InterposeError> {
@@ -304,12 +362,18 @@ fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedEx
             return Err(failed("a collective", format!("argument {index} is missing of {}", arguments.len())));
         };
         // SAFETY: an argument of the caller's, a live buffer of this client.
-        inputs.push(unsafe { operand(buffer, expected) }?);
+        let found = unsafe { memory::of_buffer(buffer) }.map_err(|why| failed("a collective's operand", why))?;
+        if found.dtype != Some(expected.dtype) || found.bytes < expected.bytes() {
+            let got = format!("{} bytes of {:?}", found.bytes, found.dtype);
+            return Err(failed("a collective's operand", format!("expected {expected:?}, got {got}")));
+        }
+        inputs.push(found.data.cast::<u8>());
     }
     let outputs: Result<Vec<Held>, InterposeError> =
         plan.step.outputs.iter().map(|array| Held::new(array.bytes())).collect();
-    let mut outputs = outputs?;
-    meet(seen.rank(), &plan.step, &inputs, &mut outputs)?;
+    let outputs = outputs?;
+    let places: Vec<*mut u8> = outputs.iter().map(|held| held.data.as_ptr()).collect();
+    meet(seen.rank(), &plan.step, &inputs, &places, launching().as_deref())?;
 
     let mut buffers = Vec::new();
     let mut outputs: Vec<Option<Held>> = outputs.into_iter().map(Some).collect();
@@ -353,137 +417,14 @@ fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedEx
     Ok(())
 }
 
-/// The memory of a collective's operand, once it has its value.
-///
-/// # Safety
-/// `buffer` is a live buffer of the client.
-unsafe fn operand(buffer: Opaque, expected: &Array) -> Result<*mut u8, InterposeError> {
-    let failed = |why| InterposeError::Failed { what: "a collective's operand", why };
-    // SAFETY: the caller's promise.
-    let found = unsafe { memory::of_buffer(buffer) }.map_err(failed)?;
-    if found.dtype != Some(expected.dtype) || found.bytes < expected.bytes() {
-        let got = format!("{} bytes of {:?}", found.bytes, found.dtype);
-        return Err(failed(format!("expected {expected:?}, got {got}")));
-    }
-    Ok(found.data.cast())
-}
-
-/// Buffers of a program that is being played, destroyed at its end unless they are taken.
-struct Made<'a> {
-    on: &'a Interposed,
-    buffers: HashMap<Value, Opaque>,
-}
-
-impl Drop for Made<'_> {
-    fn drop(&mut self) {
-        for (_, buffer) in self.buffers.drain() {
-            let ended = self.on.forward(&mut sys::BufferDestroy { buffer, ..Default::default() });
-            if let Err(Fault::Theirs(error)) = ended {
-                tracing::warn!(error = self.on.take_message(error), "a buffer could not be destroyed");
-            }
-        }
-    }
-}
-
-/// Stage by stage: what the plugin computes, then what the fabric exchanges.
-fn play_pieces(
-    on: &Interposed,
-    seen: &Presented,
-    cut: &Cut,
-    parts: &[Option<Executable>],
-    args: &mut sys::LoadedExecutableExecute,
-) -> Result<(), Fault> {
-    let failed = |why: String| Fault::Ours(InterposeError::Failed { what: "a program in pieces", why });
-    if args.num_devices != 1 {
-        return Err(failed(format!("expected one device to run on, got {}", args.num_devices)));
-    }
-    let given: &[Opaque] = match args.num_args {
-        0 => &[],
-        // SAFETY: one device's list of arguments, as many as the caller says.
-        count => unsafe { std::slice::from_raw_parts(*args.argument_lists, count) },
-    };
-    let mut arguments: HashMap<Value, Opaque> = HashMap::new();
-    for &(number, value) in &cut.arguments {
-        let Some(&buffer) = given.get(number) else {
-            return Err(failed(format!("argument {number} is missing of {}", given.len())));
-        };
-        arguments.insert(value, buffer);
-    }
-    let mut made = Made { on, buffers: HashMap::new() };
-    let mut last = std::ptr::null_mut();
-    let missing = |value: &Value| failed(format!("nothing has given value {value:?}"));
-    for (stage, part) in cut.stages.iter().zip(parts) {
-        let find = |made: &Made, value: &Value| {
-            made.buffers.get(value).or_else(|| arguments.get(value)).copied().ok_or_else(|| missing(value))
-        };
-        if let (Some(segment), Some(part)) = (&stage.segment, part) {
-            let takes = segment.takes.iter().map(|value| find(&made, value)).collect::<Result<Vec<Opaque>, Fault>>()?;
-            let mut gives = vec![std::ptr::null_mut(); segment.gives.len()];
-            let (lists, places) = (takes.as_ptr(), gives.as_mut_ptr());
-            let mut run = sys::LoadedExecutableExecute {
-                executable: part.0 as Opaque,
-                options: args.options,
-                argument_lists: &lists,
-                num_devices: 1,
-                num_args: takes.len(),
-                output_lists: &places,
-                ..Default::default()
-            };
-            on.forward(&mut run)?;
-            last = gives.last().copied().unwrap_or(last);
-            made.buffers.extend(segment.gives.iter().copied().zip(gives));
-        }
-        for meeting in &stage.meetings {
-            let mut inputs = Vec::new();
-            for (value, expected) in meeting.takes.iter().zip(&meeting.step.inputs) {
-                // SAFETY: an argument of the caller's or a buffer made above, alive until the end.
-                inputs.push(unsafe { operand(find(&made, value)?, expected) }?);
-            }
-            let outputs: Result<Vec<Held>, InterposeError> =
-                meeting.step.outputs.iter().map(|array| Held::new(array.bytes())).collect();
-            let mut outputs = outputs?;
-            meet(seen.rank(), &meeting.step, &inputs, &mut outputs)?;
-            for (index, (held, array)) in outputs.into_iter().zip(&meeting.step.outputs).enumerate() {
-                last = held.into_buffer(array)?;
-                made.buffers.insert((meeting.id, index), last);
-            }
-        }
-    }
-    let mut results = Vec::new();
-    for value in &cut.results {
-        results.push(find_result(&made, value).ok_or_else(|| missing(value))?);
-    }
-    let mut done = std::ptr::null_mut();
-    if !args.events.is_null() && !last.is_null() {
-        // A computation's results are ready together, and earlier ones were waited for.
-        let mut ready = sys::BufferReadyEvent { buffer: last, ..Default::default() };
-        on.forward(&mut ready)?;
-        done = ready.event;
-    }
-    for value in &cut.results {
-        made.buffers.remove(value);
-    }
-    // SAFETY: the caller's lists for one device: as many results as the program has, and one event.
-    unsafe {
-        std::ptr::copy_nonoverlapping(results.as_ptr(), *args.output_lists, results.len());
-        if !args.events.is_null() {
-            *args.events = done;
-        }
-    }
-    Ok(())
-}
-
-fn find_result(made: &Made, value: &Value) -> Option<Opaque> {
-    made.buffers.get(value).copied()
-}
-
-/// Waits for an operation of the fabric's, at most as long as the launch that it is part of may take.
+/// Waits for an operation of the fabric's, unless the launch that it is part of is stopped.
 fn finish(work: &Work, group: &ProcessGroup, launch: Option<&Launching>) -> Result<(), InterposeError> {
     let failed = |why| InterposeError::Failed { what: "a collective", why };
-    let Err(error) = work.wait(None, || launch.is_some_and(|launch| launch.stopped().is_some())) else { return Ok(()) };
+    let stopped = || launch.and_then(Launching::stopped);
+    let Err(error) = work.wait(None, || stopped().is_some()) else { return Ok(()) };
     match error.kind() {
         ErrorKind::Interrupted => {
-            let why = launch.and_then(Launching::stopped).unwrap_or_default();
+            let why = stopped().unwrap_or_default();
             // The others hear of it, and the memory is let go of.
             group.abort(&why);
             let _ = work.wait(None, || false);
@@ -497,14 +438,20 @@ fn finish(work: &Work, group: &ProcessGroup, launch: Option<&Launching>) -> Resu
     }
 }
 
-/// The collective itself: returns when this rank's part is done.
-fn meet(rank: u32, step: &Step, inputs: &[*mut u8], outputs: &mut [Held]) -> Result<(), InterposeError> {
+/// The collective itself, on the memory of its operands and results: returns when this rank's part is done.
+///
+/// Within a launch of podring's own engine it takes no longer than that one may, and brings along what it says.
+pub fn meet(
+    rank: u32,
+    step: &Step,
+    inputs: &[*mut u8],
+    outputs: &[*mut u8],
+    launch: Option<&Launching>,
+) -> Result<(), InterposeError> {
     let failed = |error: podring_group::Error| InterposeError::Failed { what: "a collective", why: error.to_string() };
-    let launch = launching();
-    let launch = launch.as_deref();
     let (limit, mark) = (launch.map(Launching::left), launch.map_or(0, |launch| launch.mark));
     if let What::Permute(pairs) = &step.what {
-        let group = WORLD.lock().as_ref().map(|world| world.group.clone()).ok_or(InterposeError::NoWorld)?;
+        let group = everybody()?;
         let array = &step.inputs[0];
         let count = array.dims.iter().map(|&dim| dim as usize).product();
         let one = |kind, data: *mut u8| {
@@ -517,9 +464,10 @@ fn meet(rank: u32, step: &Step, inputs: &[*mut u8], outputs: &mut [Held]) -> Res
         let mut works = Vec::new();
         let post = |collective| group.post(collective, None, limit, false).map_err(failed);
         if let Some(&(from, _)) = pairs.iter().find(|(_, to)| *to == rank) {
-            works.push(post(one(Kind::Recv { from: Some(from), tag: TAG }, outputs[0].data.as_ptr()))?);
+            works.push(post(one(Kind::Recv { from: Some(from), tag: TAG }, outputs[0]))?);
         } else {
-            outputs[0].zero();
+            // SAFETY: the result's own memory, as long as its array.
+            unsafe { outputs[0].write_bytes(0, array.bytes()) };
         }
         if let Some(&(_, to)) = pairs.iter().find(|(from, _)| *from == rank) {
             works.push(post(one(Kind::Send { to, tag: TAG }, inputs[0]))?);
@@ -530,8 +478,7 @@ fn meet(rank: u32, step: &Step, inputs: &[*mut u8], outputs: &mut [Held]) -> Res
         return Err(InterposeError::Failed { what: "a collective", why: format!("rank {rank} is in no group of it") });
     };
     let group = group_of(members)?;
-    let places: Vec<*mut u8> = outputs.iter().map(|held| held.data.as_ptr()).collect();
-    match step.collective(members.len(), inputs, &places) {
+    match step.collective(members.len(), inputs, outputs) {
         Some(collective) => {
             let work = group.post_marked(collective, limit, mark).map_err(failed)?;
             finish(&work, &group, launch)

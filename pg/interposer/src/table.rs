@@ -1,6 +1,6 @@
 //! The table: a copy of the wrapped plugin's with a few entries of ours.
 
-use std::ffi::{CStr, OsStr, c_void};
+use std::ffi::{CStr, OsStr, c_int, c_void};
 use std::os::unix::ffi::OsStrExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -104,6 +104,21 @@ impl Interposed {
         // SAFETY: read only if the slot lies within the table.
         size >= size_of::<TableHead>() + (slot + 1) * size_of::<Entry>()
             && unsafe { self.original.as_ptr().add(1).cast::<Option<Entry>>().add(slot).read() }.is_some()
+    }
+
+    /// The plugin's extension of a kind.
+    pub fn extension(&self, kind: c_int) -> Option<NonNull<sys::ExtensionBase>> {
+        // SAFETY: a plugin's table starts with this head.
+        let mut next = NonNull::new(unsafe { self.original.as_ref() }.extension_start);
+        while let Some(one) = next {
+            // SAFETY: one of the plugin's list, alive as long as the plugin.
+            let head = unsafe { one.as_ref() };
+            if head.kind == kind {
+                return Some(one);
+            }
+            next = NonNull::new(head.next);
+        }
+        None
     }
 
     fn original(&self, slot: usize) -> Entry {
