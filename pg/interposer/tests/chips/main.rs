@@ -104,7 +104,9 @@ fn collective(dice: &mut Dice, kind: Kind, n: usize, me: usize) -> Vec<Memory> {
     ];
     let (dtype, reduction) = loop {
         let (dtype, reduction) = (dice.of(DType::ALL), dice.of(&reductions));
-        if !kind.reduces() || reduction.supports(dtype) {
+        // XLA divides complex numbers in another way, so that the last bit may differ.
+        let inexact = reduction == Reduction::Avg && dtype.name().starts_with("complex") && !n.is_power_of_two();
+        if !kind.reduces() || (reduction.supports(dtype) && !inexact) {
             break (dtype, kind.reduces().then_some(reduction));
         }
     };
@@ -210,8 +212,12 @@ fn what_programs_give_is_what_the_fabric_gives() {
             for (got, expected) in chip.iter().zip(&fabric) {
                 let (got, expected) =
                     if got.in_place { (&got.input, &expected.input) } else { (&got.output, &expected.output) };
-                let first = got.iter().zip(expected).position(|(got, expected)| got != expected);
-                assert_eq!(first, None, "case {case}: {what} among {:?}: {got:?}, expected {expected:?}", some[which]);
+                let differs = got.iter().zip(expected).position(|(got, expected)| got != expected);
+                let near = |bytes: &[u8]| {
+                    differs.map(|at| bytes[at / 16 * 16..].iter().take(16).copied().collect::<Vec<u8>>())
+                };
+                let places = (near(got), near(expected));
+                assert_eq!(differs, None, "case {case}: {what} among {:?}: {places:?}", some[which]);
             }
         }
         // Types that no compiler reduces go over the fabric.
