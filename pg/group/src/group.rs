@@ -179,14 +179,9 @@ impl ProcessGroup {
         })))
     }
 
-    /// The group of some of this one's members, by their ranks here; this rank is one of them. A function of the
-    /// members, if this is a default group: then nobody is waited for. It is on the hosts' network alone.
-    pub fn part(&self, members: &[u32]) -> Result<Self, Error> {
-        let names: Vec<String> = members.iter().map(u32::to_string).collect();
-        self.part_named(&format!("[{}]", names.join(",")), members)
-    }
-
-    /// The same, told apart by what is added to this group's name.
+    /// The group of some of this one's members, by their ranks here; this rank is one of them. A function of the members
+    /// and of what is added to this group's name, if this is a default group: then nobody is waited for. It is on the
+    /// hosts' network alone.
     pub fn part_named(&self, addition: &str, members: &[u32]) -> Result<Self, Error> {
         let inner = &self.0;
         let rank = members.iter().position(|&member| member == inner.rank).unwrap_or(members.len()) as u32;
@@ -202,14 +197,14 @@ impl ProcessGroup {
         Self::form_with(&Runtime(inner.process.clone()), config, false, || false)
     }
 
-    /// Whether it is the default group.
-    pub fn is_default(&self) -> bool {
-        self.0.world.is_some()
-    }
-
     /// Whether its tensors on devices have an engine of their own.
     pub fn has_devices(&self) -> bool {
         self.0.devices.is_some()
+    }
+
+    /// Whether `other` is a handle of this very group.
+    pub fn is(&self, other: &ProcessGroup) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// This rank.

@@ -32,7 +32,7 @@ use std::sync::OnceLock;
 use parking_lot::Mutex;
 
 pub use error::InterposeError;
-pub use programs::{Counts, counts, set_world};
+pub use programs::{Counts, counts, end_world, set_world};
 pub use settings::{Settings, Wrapped};
 
 use table::Interposed;

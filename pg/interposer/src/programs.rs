@@ -29,7 +29,9 @@ use crate::wire::Fields;
 /// The group whose members are the job's ranks, and groups of some of them.
 struct World {
     group: ProcessGroup,
-    parts: HashMap<Vec<u32>, ProcessGroup>,
+    /// By members, and whether for programs that podring's own engine launches: it does so on threads of its own, so that
+    /// their order among a framework's programs may be another on every rank.
+    parts: HashMap<(Vec<u32>, bool), ProcessGroup>,
 }
 
 static WORLD: Mutex<Option<World>> = Mutex::new(None);
@@ -39,25 +41,39 @@ pub fn set_world(group: Option<ProcessGroup>) {
     *WORLD.lock() = group.map(|group| World { group, parts: HashMap::new() });
 }
 
+/// Takes away the group that was lent, if it is this one, and ends those made of it.
+pub fn end_world(group: &ProcessGroup) {
+    let ended = {
+        let mut world = WORLD.lock();
+        if world.as_ref().is_some_and(|world| world.group.is(group)) { world.take() } else { None }
+    };
+    if let Some(world) = ended {
+        world.parts.values().for_each(ProcessGroup::shutdown);
+    }
+}
+
 /// The group of these ranks: made at the first program that needs it, with nobody waiting for anybody. Never the lent
 /// group itself: its own operations have an order of their own.
-fn group_of(members: &[u32]) -> Result<ProcessGroup, InterposeError> {
+fn group_of(members: &[u32], launched: bool) -> Result<ProcessGroup, InterposeError> {
     let mut world = WORLD.lock();
     let world = world.as_mut().ok_or(InterposeError::NoWorld)?;
-    if let Some(part) = world.parts.get(members) {
+    let key = (members.to_vec(), launched);
+    if let Some(part) = world.parts.get(&key) {
         return Ok(part.clone());
     }
     let failed =
         |error: podring_group::Error| InterposeError::Failed { what: "forming a group", why: error.to_string() };
-    let part = world.group.part(members).map_err(failed)?;
-    world.parts.insert(members.to_vec(), part.clone());
+    let names: Vec<String> = members.iter().map(u32::to_string).collect();
+    let kind = if launched { "launched" } else { "programs" };
+    let part = world.group.part_named(&format!("/{kind}[{}]", names.join(",")), members).map_err(failed)?;
+    world.parts.insert(key, part.clone());
     Ok(part)
 }
 
 /// The group of all ranks, in order.
-fn everybody() -> Result<ProcessGroup, InterposeError> {
+fn everybody(launched: bool) -> Result<ProcessGroup, InterposeError> {
     let size = WORLD.lock().as_ref().map(|world| world.group.size()).ok_or(InterposeError::NoWorld)?;
-    group_of(&(0..size).collect::<Vec<u32>>())
+    group_of(&(0..size).collect::<Vec<u32>>(), launched)
 }
 
 /// Names of operations that make ranks meet, or know their place, as programs spell them: an operation that is used is
@@ -451,7 +467,7 @@ pub fn meet(
     let failed = |error: podring_group::Error| InterposeError::Failed { what: "a collective", why: error.to_string() };
     let (limit, mark) = (launch.map(Launching::left), launch.map_or(0, |launch| launch.mark));
     if let What::Permute(pairs) = &step.what {
-        let group = everybody()?;
+        let group = everybody(launch.is_some())?;
         let array = &step.inputs[0];
         let count = array.dims.iter().map(|&dim| dim as usize).product();
         let one = |kind, data: *mut u8| {
@@ -477,7 +493,7 @@ pub fn meet(
     let Some((members, _)) = step.group_of(rank) else {
         return Err(InterposeError::Failed { what: "a collective", why: format!("rank {rank} is in no group of it") });
     };
-    let group = group_of(members)?;
+    let group = group_of(members, launch.is_some())?;
     match step.collective(members.len(), inputs, outputs) {
         Some(collective) => {
             let work = group.post_marked(collective, limit, mark).map_err(failed)?;

@@ -444,11 +444,6 @@ unsafe extern "C" fn group_create(raw: *const RawConfig, out: *mut *mut ProcessG
             config,
             asks(raw.interrupted, raw.interrupted_ctx),
         )?;
-        if group.is_default() && group.has_devices() {
-            // Programs' collectives have channels of their own: the group's is counted by the caller's thread.
-            let everybody: Vec<u32> = (0..group.size()).collect();
-            podring_interposer::set_world(Some(group.part_named("/programs", &everybody)?));
-        }
         // SAFETY: the caller's place for the handle.
         unsafe { out.write(Box::into_raw(Box::new(group))) };
         Ok(())
@@ -474,9 +469,7 @@ unsafe extern "C" fn group_shutdown(handle: *mut ProcessGroup) {
         // SAFETY: a live handle by the header.
         let group = unsafe { group(handle) };
         group.shutdown();
-        if group.is_default() && group.has_devices() {
-            podring_interposer::set_world(None);
-        }
+        podring_interposer::end_world(group);
     });
 }
 

@@ -182,7 +182,6 @@ fn start(slice: &str, file: &Path, folder: &Path) -> Rank {
         rendezvous: None,
     };
     let world = ProcessGroup::form(&runtime, config, || false).unwrap();
-    let everybody: Vec<u32> = (0..size).collect();
-    podring_interposer::set_world(Some(world.part_named("/programs", &everybody).unwrap()));
+    podring_interposer::set_world(Some(world.clone()));
     Rank { rank, size, world, chip, runtime, folder: folder.to_owned() }
 }

@@ -5,7 +5,6 @@ each fact, with its reason and the versions it was seen with. torch_tpu's own fi
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -196,56 +195,10 @@ def exit_barrier() -> None:
     atexit.unregister(_device_module.get_device_module("tpu")._shutdown_runtime)
 
 
-@functools.cache
-def _eager_type() -> type[Any]:
-    from torch_tpu._internal.compile import torch_tpu_compiled_executable
-
-    class Eager(torch_tpu_compiled_executable.CompiledArtifact):  # type: ignore[misc]
-        """A module with a collective in it, called as it is."""
-
-        def __init__(self, module: Any) -> None:
-            super().__init__()
-            self._module = module
-
-        def __call__(self, *args: Any) -> Any:
-            if len(args) == 1 and isinstance(args[0], (list, tuple)):
-                args = tuple(args[0])
-            return self._module(*args)
-
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (_eager, (self._module,))
-
-        def fingerprint(self) -> str:
-            return ""
-
-    return Eager
-
-
-def _eager(module: Any) -> Any:
-    return _eager_type()(module)
-
-
 def compiled_collectives() -> None:
-    """torch_tpu 0.2.0 lowers a collective inside torch.compile by running its own process group on placeholders, which
-    hold no data for another group to move ("cannot Materialize() a placeholder tensor"). Its compiler puts each
-    collective into a module of its own; those run eagerly through podring, the others stay compiled.
+    """torch_tpu 0.2.0 lowers a collective inside torch.compile by running its group's backend on placeholders, which
+    hold no data for another group to move ("cannot Materialize() a placeholder tensor"): podring._graphs.
     """
-    from torch_tpu._internal.compile import split_compiler
-    from torch_tpu._internal.distributed import collective_ops
+    from podring import _graphs
 
-    compiler = split_compiler._SubmodCompiler
-    original = compiler.compile_submod
-
-    def compile_submod(self: Any, mod: Any, args: Any, kwargs: Any, submod_name: Any = None) -> Any:
-        if not any(
-            node.op == "call_function" and collective_ops.is_collective_op(node.target) for node in mod.graph.nodes
-        ):
-            return original(self, mod, args, kwargs, submod_name)
-        compile_one = self.compiler_fn
-        self.compiler_fn = lambda module, inputs, module_name=None: _eager(module)
-        try:
-            return original(self, mod, args, kwargs, submod_name)
-        finally:
-            self.compiler_fn = compile_one
-
-    compiler.compile_submod = compile_submod
+    _graphs.install()

@@ -90,4 +90,8 @@ def _create(name: str, opts: Any, backend_options: object | None) -> C10dBackend
             f'the backend "{name}" takes pg_options of type torch.distributed.Backend.Options or None, '
             f"got {type(backend_options).__qualname__}"
         )
-    return face().create(opts, backend_options, name)
+    backend = face().create(opts, backend_options, name)
+    # The first group is the default group, of all ranks: programs' collectives run over groups made of it.
+    if not dist.is_initialized() and _hook.on_virtual_slice():
+        face().lend_world(backend)
+    return backend
