@@ -297,6 +297,9 @@ class Call {
     if (!tensor.device().is_cpu() && !device::is_tpu(tensor.device())) {
       refuse(PODRING_UNSUPPORTED, "expected a tensor on cpu or tpu, got one on ", tensor.device());
     }
+    if (!tensor.device().is_cpu() && tensor.device().index() > 0) {
+      refuse(PODRING_INVALID, "expected a tensor on tpu:0, this process's one chip, got one on ", tensor.device());
+    }
     if (!device_) device_ = tensor.device();
     if (tensor.device() != *device_) {
       refuse(PODRING_INVALID, "expected every tensor on ", *device_, " as the operation's first is, got one on ",

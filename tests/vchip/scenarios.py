@@ -394,7 +394,8 @@ def refusals() -> None:
     refused(ValueError, mixed, lambda: dist.all_gather([tpu] * (WORLD - 1) + [cpu], tpu))
     refused(ValueError, "elements", lambda: dist.all_gather_into_tensor(torch.ones(3, device=TPU), tpu))
     # A process has one chip.
-    refused(RuntimeError, "", lambda: torch.ones(4, device="tpu:1"))
+    other = torch.empty(4, device="tpu:1")
+    refused(ValueError, "this process's one chip, got one on tpu:1", lambda: dist.all_reduce(other))
     dist.all_reduce(tpu)
     same(tpu, torch.full((4,), float(WORLD)))
 
@@ -625,7 +626,9 @@ def sync_batch_norm() -> None:
 
     synced = nn.SyncBatchNorm.convert_sync_batchnorm(normed()).to(TPU)
     model, whole = DistributedDataParallel(synced), normed()
-    close(averaged(losses(model, batch().to(TPU))), losses(whole, whole_batch()))
+    # A bias in front of a norm has no gradient: AdamW would scale its rounding errors up, and the means follow it.
+    sgd = torch.optim.SGD
+    close(averaged(losses(model, batch().to(TPU), sgd)), losses(whole, whole_batch(), sgd))
     for name in ("running_mean", "running_var"):
         torch.testing.assert_close(getattr(synced[1], name).cpu(), getattr(whole[1], name), rtol=1e-4, atol=1e-5)
 

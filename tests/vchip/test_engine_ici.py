@@ -157,7 +157,7 @@ def test_a_call_returns_before_the_others_have_come(tmp_path: Path) -> None:
         dist.barrier()
         if rank == 0:
             from datetime import timedelta
-            dist.distributed_c10d._get_default_group()._set_default_timeout(timedelta(seconds=1))
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
             try:
                 dist.all_reduce(one)
             except dist.DistBackendError as error:
@@ -191,7 +191,8 @@ def test_a_rank_killed_inside_a_program_is_named(tmp_path: Path) -> None:
             dist.all_reduce(one)
         except dist.DistBackendError as error:
             assert "all_reduce" in str(error) and "slice v5e:2x2" in str(error), error
-            print("LOST", rank, "lost rank 2" in str(error), flush=True)
+            # In one piece: lines of several ranks mix.
+            os.write(1, f"LOST {{rank}} {{'lost rank 2' in str(error)}}\\n".encode())
             assert time.monotonic() - begin < 30
         time.sleep(2.0)
         os._exit({signal.SIGUSR1.value})

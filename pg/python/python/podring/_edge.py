@@ -31,6 +31,7 @@ def after_start(slice_name: str) -> None:
 def for_our_backend() -> None:
     """What has to be so where podring serves "tpu" tensors."""
     compiled_collectives()
+    sync_batch_norm()
 
 
 def for_their_backend() -> None:
@@ -182,6 +183,100 @@ def attention() -> None:
     library = torch.library.Library("aten", "IMPL")
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         library.impl("scaled_dot_product_attention", definition, key, allow_override=True)
+    _library.append(library)
+
+
+def sync_batch_norm() -> None:
+    """torch_tpu 0.2.0 has none of the five operators that torch.nn.SyncBatchNorm is made of ("operator
+    'aten::batch_norm_stats' is not implemented for TPU"). Here they are, from their definitions: statistics over all
+    dimensions but the second, in float32 for narrower types.
+    """
+    import torch
+    from torch import Tensor
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+    def others(tensor: Tensor) -> list[int]:
+        return [dim for dim in range(tensor.dim()) if dim != 1]
+
+    def spread(values: Tensor, like: Tensor) -> Tensor:
+        return values.reshape([1, -1] + [1] * (like.dim() - 2))
+
+    def stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x = wide(input)
+        return x.mean(others(x)), (x.var(others(x), correction=0) + eps).rsqrt()
+
+    def gather_stats(
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        counts: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        # [members, channels] and [members]: variances about each member's mean, brought to the common mean.
+        weights = counts.reshape(-1, 1).to(mean.dtype)
+        total = weights.sum()
+        common = (mean * weights).sum(0) / total
+        squares = ((invstd.pow(-2) - eps) * weights + (mean - common).pow(2) * weights).sum(0)
+        if running_mean is not None:
+            running_mean.lerp_(common.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            running_var.lerp_((squares / (total - 1)).to(running_var.dtype), momentum)
+        return common, (squares / total + eps).rsqrt()
+
+    def normalize(
+        input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
+    ) -> Tensor:
+        x = (wide(input) - spread(mean, input)) * spread(invstd, input)
+        x = x if weight is None else x * spread(wide(weight), input)
+        return (x if bias is None else x + spread(wide(bias), input)).to(input.dtype)
+
+    def backward_sums(
+        grad: Tensor,
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Tensor | None,
+        input_g: bool,
+        weight_g: bool,
+        bias_g: bool,
+    ) -> tuple[Tensor | None, ...]:
+        dy = wide(grad)
+        summed = dy.sum(others(dy))
+        moved = (dy * (wide(input) - spread(mean, input))).sum(others(dy))
+        kept = grad.dtype if weight is None else weight.dtype
+        of_weight = (moved * invstd).to(kept) if weight_g else None
+        return summed, moved, of_weight, summed.to(kept) if bias_g else None
+
+    def backward_input(
+        grad: Tensor,
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Tensor | None,
+        summed: Tensor,
+        moved: Tensor,
+        counts: Tensor,
+    ) -> Tensor:
+        total = counts.sum()
+        slope = spread(invstd.pow(2) * moved / total, input)
+        dx = wide(grad) - spread(summed / total, input) - (wide(input) - spread(mean, input)) * slope
+        scale = invstd if weight is None else invstd * wide(weight)
+        return (dx * spread(scale, input)).to(input.dtype)
+
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in (
+        ("batch_norm_stats", stats),
+        ("batch_norm_gather_stats_with_counts", gather_stats),
+        ("batch_norm_elemt", normalize),
+        ("batch_norm_backward_reduce", backward_sums),
+        ("batch_norm_backward_elemt", backward_input),
+    ):
+        library.impl(name, function, "PrivateUse1", allow_override=True)
     _library.append(library)
 
 
