@@ -323,6 +323,8 @@ unsafe fn bytes<'a>(data: *const c_void, size: usize) -> &'a [u8] {
 struct Held {
     data: NonNull<u8>,
     bytes: usize,
+    /// Somebody else's, who outlives the buffer.
+    lent: bool,
 }
 
 impl Held {
@@ -331,12 +333,18 @@ impl Held {
         // SAFETY: a place for the result, a power of two, a size above zero.
         let failed = unsafe { libc::posix_memalign(&mut memory, 64, bytes.max(1)) } != 0;
         match NonNull::new(memory.cast()).filter(|_| !failed) {
-            Some(data) => Ok(Held { data, bytes }),
+            Some(data) => Ok(Held { data, bytes, lent: false }),
             None => Err(InterposeError::Failed {
                 what: "a collective's result",
                 why: format!("no memory of {bytes} bytes"),
             }),
         }
+    }
+
+    /// What the launch offers for the result `index`, or memory of its own.
+    fn offered(launch: Option<&Launching>, index: Option<usize>, bytes: usize) -> Result<Held, InterposeError> {
+        let offered = launch.zip(index).and_then(|(launch, index)| NonNull::new(launch.target(index, bytes)?));
+        offered.map_or_else(|| Held::new(bytes), |data| Ok(Held { data, bytes, lent: true }))
     }
 
     fn view(&mut self) -> &mut [u8] {
@@ -346,8 +354,10 @@ impl Held {
 
     fn into_buffer(self, shape: &Array) -> Result<Opaque, InterposeError> {
         let data = self.data.as_ptr();
+        let release = if self.lent { leave } else { release };
         std::mem::forget(self);
-        // SAFETY: 64-byte aligned, holds these elements, and nobody writes to it any more; `release` frees it.
+        // SAFETY: 64-byte aligned, holds these elements, and nobody writes to it any more; `release` frees it, unless
+        // it is lent.
         unsafe { memory::adopt(data.cast(), &shape.dims, shape.dtype, release, std::ptr::null_mut()) }
             .map_err(|why| InterposeError::Failed { what: "a collective's result", why })
     }
@@ -358,8 +368,13 @@ unsafe extern "C" fn release(memory: *mut c_void, _context: *mut c_void) {
     unsafe { libc::free(memory) };
 }
 
+unsafe extern "C" fn leave(_memory: *mut c_void, _context: *mut c_void) {}
+
 impl Drop for Held {
     fn drop(&mut self) {
+        if self.lent {
+            return;
+        }
         // SAFETY: from posix_memalign, freed once.
         unsafe { libc::free(self.data.as_ptr().cast()) };
     }
@@ -385,11 +400,20 @@ fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedEx
         }
         inputs.push(found.data.cast::<u8>());
     }
-    let outputs: Result<Vec<Held>, InterposeError> =
-        plan.step.outputs.iter().map(|array| Held::new(array.bytes())).collect();
+    let launch = launching();
+    let launch = launch.as_deref();
+    // An array that is a result as it stands may lie where the launch wants it.
+    let result = |of: usize| plan.results.iter().position(|piece| piece.of == of && piece.is_whole(&plan.step));
+    let outputs: Result<Vec<Held>, InterposeError> = plan
+        .step
+        .outputs
+        .iter()
+        .enumerate()
+        .map(|(of, array)| Held::offered(launch, result(of), array.bytes()))
+        .collect();
     let outputs = outputs?;
     let places: Vec<*mut u8> = outputs.iter().map(|held| held.data.as_ptr()).collect();
-    meet(seen.rank(), &plan.step, &inputs, &places, launching().as_deref())?;
+    meet(seen.rank(), &plan.step, &inputs, &places, launch)?;
 
     let mut buffers = Vec::new();
     let mut outputs: Vec<Option<Held>> = outputs.into_iter().map(Some).collect();

@@ -129,6 +129,9 @@ struct Flight {
     event: Event,
 }
 
+/// A program on its way: its results, and when they are there.
+type Launched = (Arc<Prepared>, SmallVec<[Buffer; 1]>, Event);
+
 enum Landed {
     Started(Box<Flight>),
     /// Some program is done.
@@ -289,13 +292,13 @@ impl Chip {
         })))
     }
 
-    /// Gives a call its place in the order of launches.
-    fn submit(&self, group: &Arc<Group>, call: Call, ticket: Arc<Ticket>, deadline: Instant) -> Result<(), Call> {
+    /// Gives a call its place in the order of launches; gives it back if there is nobody to launch it.
+    fn submit(&self, group: &Arc<Group>, call: Call, ticket: Arc<Ticket>, deadline: Instant) -> Option<Call> {
         let fingerprint = call.collective.fingerprint();
         let mut order = self.order.lock();
         let mark = order.mark(group.id, fingerprint);
         let job = Job { group: group.clone(), call, ticket, deadline, mark };
-        group.jobs.send(job).map_err(|refused| refused.0.call)
+        group.jobs.send(job).err().map(|refused| refused.0.call)
     }
 }
 
@@ -448,7 +451,7 @@ impl Job {
         key::agreed(collective, group.size, target, &numbers).map_err(unsupported)
     }
 
-    fn launch(&self, launching: &Launching) -> Result<(Arc<Prepared>, SmallVec<[Buffer; 1]>, Event), Arc<Failure>> {
+    fn launch(&self, launching: &Launching) -> Result<Launched, Arc<Failure>> {
         let (group, Call { collective, .. }) = (&self.group, &self.call);
         let chip = &group.chip;
         let key = self.key(launching)?;
@@ -507,6 +510,9 @@ impl Job {
                 _ => &*shared[index],
             })
             .collect();
+        if chip.played && chip.on_host && self.call.inputs.is_none() {
+            self.offer(launching, &prepared);
+        }
         self.ticket.stamp(|times| {
             times.launched = now();
             times.gathered = times.launched;
@@ -525,6 +531,20 @@ impl Job {
         match done {
             Some(event) => Ok((prepared, outputs, event)),
             None => Err(Arc::new(Failure::Aborted { by: None, why: "the launch gave no event".to_owned() })),
+        }
+    }
+
+    /// Lets results be written where they are to be, if they lie there as the program has them.
+    fn offer(&self, launching: &Launching, prepared: &Prepared) {
+        let (group, collective) = (&self.group, &self.call.collective);
+        for (index, part) in collective.parts.iter().enumerate() {
+            let elements = prepared.key.parts[index].elements;
+            let taken = launch::takes(collective.kind, group.me, part, &prepared.key.op, elements);
+            let (Some((blocks, lay)), Some(shape)) = (taken, prepared.outputs.get(index)) else { continue };
+            let lies = stage::lies(&blocks, lay, shape.bytes);
+            if let Some(data) = lies.filter(|data| data.addr().is_multiple_of(VIEW_ALIGNMENT)) {
+                launching.offer(index, data, shape.bytes);
+            }
         }
     }
 
@@ -647,7 +667,7 @@ impl Seat {
                 let now = Instant::now();
                 let deadline = now.checked_add(call.timeout).unwrap_or(now + Duration::from_secs(315_360_000));
                 let gone = || Arc::new(Failure::Aborted { by: None, why: "the chip's thread is gone".to_owned() });
-                group.chip.submit(group, call, ticket.clone(), deadline).err().map(|call| (call, gone()))
+                group.chip.submit(group, call, ticket.clone(), deadline).map(|call| (call, gone()))
             }
         };
         if let Some((call, failure)) = refused {

@@ -53,13 +53,37 @@ fn element(dtype: DType, number: usize) -> Vec<u8> {
     }
 }
 
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Line([u8; 64]);
+
+/// Bytes aligned as a framework's are: what lies as a program wants it is then neither copied in nor out.
+#[derive(Clone)]
+struct Bytes(Vec<Line>, usize);
+
+impl Bytes {
+    fn of(bytes: &[u8]) -> Bytes {
+        let line = |part: &[u8]| {
+            let mut line = Line([0; 64]);
+            line.0[..part.len()].copy_from_slice(part);
+            line
+        };
+        Bytes(bytes.chunks(64).map(line).collect(), bytes.len())
+    }
+
+    fn get(&self) -> &[u8] {
+        // SAFETY: lines lie one after another, and there are enough of them.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.1) }
+    }
+}
+
 /// Memory of one rank for one collective.
 #[derive(Clone)]
 struct Memory {
     dtype: DType,
     reduction: Option<Reduction>,
-    input: Vec<u8>,
-    output: Vec<u8>,
+    input: Bytes,
+    output: Bytes,
     /// Elements of each block.
     ins: Vec<usize>,
     outs: Vec<usize>,
@@ -68,11 +92,11 @@ struct Memory {
 
 impl Memory {
     fn part(&mut self) -> Part {
-        let tensor = |data: &mut Vec<u8>, counts: &[usize], dtype: DType| {
-            assert_eq!(data.len(), counts.iter().sum::<usize>() * dtype.size());
-            Tensor { data: data.as_mut_ptr(), layout: Layout::flat(counts.iter().sum()) }
+        let tensor = |data: &mut Bytes, counts: &[usize], dtype: DType| {
+            assert_eq!(data.1, counts.iter().sum::<usize>() * dtype.size());
+            Tensor { data: data.0.as_mut_ptr().cast(), layout: Layout::flat(counts.iter().sum()) }
         };
-        let side = |data: &mut Vec<u8>, counts: &[usize], dtype| match counts {
+        let side = |data: &mut Bytes, counts: &[usize], dtype| match counts {
             [] => Blocks::none(),
             counts => Blocks::cut(tensor(data, counts, dtype), counts),
         };
@@ -133,7 +157,8 @@ fn collective(dice: &mut Dice, kind: Kind, n: usize, me: usize) -> Vec<Memory> {
             let mut own = Dice((seed * 64 + me) as u64 + 1);
             (0..counts.iter().sum()).flat_map(|_| element(dtype, own.roll(3))).collect()
         };
-        let (input, output) = (values(&ins), vec![0; outs.iter().sum::<usize>() * dtype.size()]);
+        let (input, output) =
+            (Bytes::of(&values(&ins)), Bytes::of(&vec![0; outs.iter().sum::<usize>() * dtype.size()]));
         let in_place = matches!(kind, Kind::Broadcast { .. });
         Memory { dtype, reduction, input, output, ins, outs, in_place }
     };
@@ -153,13 +178,13 @@ fn wait(work: &Work) -> Result<(), String> {
 }
 
 fn floats(values: &[f32]) -> Vec<Memory> {
-    let input = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let input: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
     let counts = vec![values.len()];
     vec![Memory {
         dtype: DType::F32,
         reduction: Some(Reduction::Sum),
-        input,
-        output: vec![0; values.len() * 4],
+        input: Bytes::of(&input),
+        output: Bytes::of(&vec![0; values.len() * 4]),
         ins: counts.clone(),
         outs: counts,
         in_place: false,
@@ -167,7 +192,7 @@ fn floats(values: &[f32]) -> Vec<Memory> {
 }
 
 fn read(memory: &[Memory]) -> Vec<f32> {
-    memory[0].output.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+    memory[0].output.get().chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
 }
 
 /// Every kind of collective, as random ones of all types, sizes and reductions, on all ranks and on some.
@@ -210,8 +235,9 @@ fn what_programs_give_is_what_the_fabric_gives() {
             programs += rank.chip.launched() - before;
             let what = call(kind, &mut chip).to_string();
             for (got, expected) in chip.iter().zip(&fabric) {
-                let (got, expected) =
-                    if got.in_place { (&got.input, &expected.input) } else { (&got.output, &expected.output) };
+                let side = |memory: &Memory| if memory.in_place { memory.input.clone() } else { memory.output.clone() };
+                let (got, expected) = (side(got), side(expected));
+                let (got, expected) = (got.get(), expected.get());
                 let differs = got.iter().zip(expected).position(|(got, expected)| got != expected);
                 let near = |bytes: &[u8]| {
                     differs.map(|at| bytes[at / 16 * 16..].iter().take(16).copied().collect::<Vec<u8>>())
