@@ -56,9 +56,7 @@ while step < STEPS:
             parameter.sub_(LR * momentum)
     step += 1
     if rank == 0:
-        torch.save(
-            {"step": step, "model": model.state_dict(), "momenta": momenta}, directory / "writing"
-        )
+        torch.save({"step": step, "model": model.state_dict(), "momenta": momenta}, directory / "writing")
         os.replace(directory / "writing", checkpoint)
     while True:
         # What rank 0 sees goes for all; a rank that dies meanwhile is noticed.

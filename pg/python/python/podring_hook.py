@@ -24,8 +24,10 @@ def load() -> None:
 
 
 def autoload() -> None:
-    """Makes ``init_method="tpu://host:port"`` and the backend ``"tpu"`` known: torch looks for a scheme before it loads a
-    backend, and reads the metadata of every installed package, for tens of milliseconds, when it looks for a backend.
+    """Makes ``init_method="tpu://host:port"`` and the backend ``"tpu"`` known.
+
+    torch looks for a scheme before it loads a backend. And when it looks for a backend, it reads the metadata of every
+    installed package, for tens of milliseconds.
     """
     try:
         register()

@@ -73,7 +73,7 @@ struct Quiet {
 }
 
 struct Idle {
-    /// The process whose connections these are.
+    /// The process whose connections these are, in forks since the first.
     owner: u32,
     lines: Vec<Line>,
 }
@@ -171,7 +171,7 @@ impl Streams {
         road.message_bytes = line.message_bytes;
         // Not all of it is for Unix sockets, and none of them needs it.
         let _ = keep_alive(&line.socket, silence);
-        let idle = Mutex::new(Idle { owner: std::process::id(), lines: vec![line] });
+        let idle = Mutex::new(Idle { owner: podring_fork::generation(), lines: vec![line] });
         let endpoint = access.endpoints.join(", ").into();
         let (client, sent) = (AtomicU64::new(client), AtomicU64::new(0));
         let least = |most: usize, theirs: u64| usize::try_from(theirs).map_or(most, |theirs| most.min(theirs));
@@ -261,7 +261,7 @@ impl Streams {
 
     /// Begins anew as another client, without connections.
     fn rename(&self, idle: &mut Idle) {
-        *idle = Idle { owner: std::process::id(), lines: Vec::new() };
+        *idle = Idle { owner: podring_fork::generation(), lines: Vec::new() };
         self.sent.store(0, Ordering::SeqCst);
         self.client.store(nonce(), Ordering::SeqCst);
     }
@@ -405,7 +405,7 @@ impl Streams {
     /// A kept connection that is alive. An error, once, if one has ended before a set was known to be done.
     fn kept(&self) -> Result<Option<Line>, Error> {
         let mut idle = self.idle.lock();
-        let me = std::process::id();
+        let me = podring_fork::generation();
         if idle.owner != me {
             // Those of the process this one was forked from, closed here by now.
             self.rename(&mut idle);
@@ -426,7 +426,7 @@ impl Streams {
 
     fn keep(&self, line: Line) {
         let mut idle = self.idle.lock();
-        let same = line.client == self.client.load(Ordering::SeqCst) && idle.owner == std::process::id();
+        let same = line.client == self.client.load(Ordering::SeqCst) && idle.owner == podring_fork::generation();
         if idle.lines.len() < KEPT && same {
             idle.lines.push(line);
         }
