@@ -113,7 +113,7 @@ impl Store {
         // On the coordinator's own host that needs no message. What goes wrong is for the coordinator to say.
         if let (Link::Stream(streams), [key]) = (&self.link, keys)
             && !timeout.is_zero()
-            && streams.watch(key.as_ref(), timeout, self.asks.as_ref())?
+            && streams.watch(key.as_ref(), timeout, timeout.saturating_add(self.answer), self.asks.as_ref())?
         {
             return Ok(());
         }

@@ -307,12 +307,19 @@ impl Streams {
     }
 
     /// Waits for a key by the board, for at most `timeout`; true if it exists. Otherwise the coordinator must be asked.
-    pub(super) fn watch(&self, key: &str, timeout: Duration, asks: Option<&Asks>) -> Result<bool, Error> {
+    /// `limit` is for a connection, if there is none.
+    pub(super) fn watch(
+        &self,
+        key: &str,
+        timeout: Duration,
+        limit: Duration,
+        asks: Option<&Asks>,
+    ) -> Result<bool, Error> {
         let began = Instant::now();
         let until = Until { deadline: began + timeout, asks };
         let line = match self.kept()? {
             Some(line) => line,
-            None => self.open("wait", timeout.min(self.silence), asks)?,
+            None => self.open("wait", limit.min(self.silence), asks)?,
         };
         let Some(board) = &line.board else {
             self.keep(line);
