@@ -55,7 +55,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(kind: str, token: str = "", port: int = 0) -> Iterator[Server]:
+def server(kind: str, token: str = "", port: int = 0, credentials: Credentials | None = None) -> Iterator[Server]:
     """A server that ends with the block."""
 
     def main(pipe: processes.Connection) -> None:
@@ -63,7 +63,7 @@ def server(kind: str, token: str = "", port: int = 0) -> Iterator[Server]:
         if kind == "tcp":
             store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False)
         else:
-            store = podring.Store(HOST, port, is_master=True, token=token, credentials=Credentials())
+            store = podring.Store(HOST, port, is_master=True, token=token, credentials=credentials or Credentials())
         pipe.send(store.port)
         with contextlib.suppress(EOFError):
             pipe.recv()
