@@ -99,9 +99,13 @@ def attempt(
     backend: str | None = None,
     env: Mapping[str, str] | None = None,
     rank_env: RankEnv | None = None,
+    stays: int | None = None,
 ) -> list[End]:
-    """As run(), but gives how each rank ended, whatever that was. Every rank gets the whole `timeout`."""
-    return _run(body, ranks, args, timeout, op_timeout, init, backend or BACKEND, env, rank_env, impatient=False)
+    """As run(), but gives how each rank ended, whatever that was. Every rank gets the whole `timeout`.
+
+    Only the one that `stays` is killed once the others have ended.
+    """
+    return _run(body, ranks, args, timeout, op_timeout, init, backend or BACKEND, env, rank_env, False, stays)
 
 
 def report(ends: Sequence[End]) -> str:
@@ -128,6 +132,7 @@ def _run(
     env: Mapping[str, str] | None,
     rank_env: RankEnv | None,
     impatient: bool,
+    stays: int | None = None,
 ) -> list[End]:
     directory = Path(tempfile.mkdtemp(prefix="podring-test-"))
     store = directory / "store"
@@ -174,6 +179,8 @@ def _run(
             ended = [processes.collect(rank) for rank in running]
             if all(ended):
                 break
+            if stays is not None and all(end or number == stays for number, end in enumerate(ended)):
+                deadline = time.monotonic()
             if impatient and any(rank.failed for rank in running):
                 deadline = min(deadline, max(rank.ended for rank in running if rank.failed) + GRACE)
             if time.monotonic() >= deadline:

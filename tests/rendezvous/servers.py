@@ -9,11 +9,11 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import podring
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from podring.store import Credentials
 
 from tests import processes
 
+T = TypeVar("T")
 AnyStore: TypeAlias = Any
 """A store: torch's annotations lack half of its methods."""
 HOST = "127.0.0.1"
@@ -98,3 +99,13 @@ def end(process: processes.Rank, timeout: float = 30.0) -> Any:
         with contextlib.suppress(OSError):
             os.unlink(process.log)
             os.rmdir(process.log.parent)
+
+
+def side_by_side(bodies: Mapping[str, Callable[[], T]], timeout: float = 60.0) -> dict[str, T]:
+    """What each body returned. All run at once, each in a process of its own: jobs that mostly wait."""
+    running = {name: run(body, timeout) for name, body in bodies.items()}
+    try:
+        return {name: end(process, timeout) for name, process in running.items()}
+    finally:
+        for process in running.values():
+            processes.kill(process)
