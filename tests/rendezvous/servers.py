@@ -6,6 +6,8 @@ The server is a forked child, so that the test's own process starts no thread: o
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import functools
 import os
 import signal
 import tempfile
@@ -103,7 +105,13 @@ def end(process: processes.Rank, timeout: float = 30.0) -> Any:
 
 def side_by_side(bodies: Mapping[str, Callable[[], T]], timeout: float = 60.0) -> dict[str, T]:
     """What each body returned. All run at once, each in a process of its own: jobs that mostly wait."""
-    running = {name: run(body, timeout) for name, body in bodies.items()}
+
+    def alone(body: Callable[[], T]) -> T:
+        # Its thread isn't in what the body forks, which would wait for it.
+        faulthandler.cancel_dump_traceback_later()
+        return body()
+
+    running = {name: run(functools.partial(alone, body), timeout) for name, body in bodies.items()}
     try:
         return {name: end(process, timeout) for name, process in running.items()}
     finally:
