@@ -146,7 +146,7 @@ def test_beyond_this_host_with_a_token(tmp_path: Path) -> None:
     assert serves and "no token given" in text
 
 
-def test_import_torch_stays_light() -> None:
+def test_import_torch_stays_light(tmp_path: Path) -> None:
     """The hook makes scheme and backend known, and loads neither the core nor anything of torch's that wasn't."""
     hooked = (
         "import torch, sys; r = sys.modules['torch.distributed.rendezvous'];"
@@ -163,8 +163,20 @@ def test_import_torch_stays_light() -> None:
         "backend = torch.distributed.Backend; assert 'TPU' not in backend._plugins;"
         "assert torch.distributed.is_backend_available('tpu'); print('by hand')"
     )
+    # Beside torch_tpu it is looked for when it is asked for.
+    beside = (
+        "import torch; backend = torch.distributed.Backend; assert 'TPU' not in backend._plugins;"
+        "assert torch.distributed.is_backend_available('tpu'); print('beside')"
+    )
+    (tmp_path / "torch_tpu").mkdir()
+    (tmp_path / "torch_tpu" / "__init__.py").touch()
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    programs: list[tuple[str, str, dict[str, str]]] = [(hooked, "light", {}), (by_hand, "by hand", off)]
+    theirs = {"PYTHONPATH": str(tmp_path)}
+    programs: list[tuple[str, str, dict[str, str]]] = [
+        (hooked, "light", {}),
+        (by_hand, "by hand", off),
+        (beside, "beside", theirs),
+    ]
     running = [
         subprocess.Popen(
             [sys.executable, "-c", program],
