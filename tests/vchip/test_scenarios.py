@@ -12,6 +12,7 @@ from tests.vchip import jobs
 COLLECTIVES = [
     "reductions",
     "movements",
+    "wide_and_narrow_types",
     "point_to_point",
     "layouts",
     "aliases_keep_their_values",
@@ -23,11 +24,13 @@ COLLECTIVES = [
     "memory_stays_flat",
     "functional_eager",
     "compiled_collectives",
+    "compiled_but_split",
     "device_facts",
 ]
 TRAINING = [
     "eager_training",
     "ddp",
+    "sync_batch_norm",
     "fsdp2",
     "hsdp",
     "dtensor",
@@ -49,7 +52,7 @@ def test_two_ranks(name: str) -> None:
 
 
 # What runs over torch_tpu's own process group, its collectives inside of XLA programs.
-THEIRS = ["their_collectives", "their_refusals", "ddp", "fsdp2", "compiled_training"]
+THEIRS = ["their_collectives", "their_bitwise", "ddp", "fsdp2", "compiled_training"]
 ALL_THEIRS = [*THEIRS, "their_subgroups", "hsdp", "dtensor", "tensor_parallel"]
 
 
