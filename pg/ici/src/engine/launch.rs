@@ -249,6 +249,9 @@ fn message(machine: &Machine, key: &Key) -> Result<Prepared, ProgramError> {
     Ok(Prepared { key: key.clone(), program, inputs, outputs, loaded: OnceLock::new() })
 }
 
+/// Results of up to as many bytes are copied to the caller's memory by the plugin's own thread.
+const AT_ONCE: usize = 64 << 10;
+
 /// What is left to do when the device is done.
 pub(super) struct Task {
     pub arrival: Arrival,
@@ -272,7 +275,14 @@ impl Task {
         after.is_some() || !*on_device && !nothing
     }
 
-    pub fn copy_out(mut self, machine: &Machine, outputs: &[Buffer]) -> Result<(), Failure> {
+    /// Whether that is so little that the plugin's thread does it: waking whoever waits takes longer. Where the devices'
+    /// memory is another's, it never does: reading it would wait for it.
+    pub fn copies_at_once(&self, machine: &Machine) -> bool {
+        let bytes: usize = self.prepared.outputs.iter().map(|shape| shape.bytes).sum();
+        machine.on_host() && self.arrival.after.is_none() && bytes <= AT_ONCE
+    }
+
+    pub fn copy_out(&mut self, machine: &Machine, outputs: &[Buffer]) -> Result<(), Failure> {
         let key = &self.prepared.key;
         for (index, part) in self.arrival.collective.parts.iter().enumerate() {
             let taken = takes(self.arrival.collective.kind, self.arrival.me, part, &key.op, key.parts[index].elements);

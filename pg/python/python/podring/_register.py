@@ -1,8 +1,8 @@
 """Makes ``"tpu"`` known to ``torch.distributed``.
 
-torch calls ``register`` (an entry point of the group ``torch.distributed.backends``) the first time a process group
-named "tpu" is asked for. So torch is imported long before this module, and errors here are errors of
-``init_process_group``, never of ``import torch``.
+Where ``podring_hook`` hasn't, torch calls ``register`` (an entry point of the group ``torch.distributed.backends``) the
+first time a process group named "tpu" is asked for. Either way torch is imported long before this module, and errors
+here are errors of ``init_process_group``, never of ``import torch``.
 """
 
 from __future__ import annotations
