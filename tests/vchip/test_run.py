@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import textwrap
@@ -72,9 +71,8 @@ def test_what_cannot_be_is_refused_before_anything_starts(words: list[str], expe
     assert time.monotonic() - begin < 20
 
 
+@jobs.thorough
 def test_the_demo_trains_on_four_chips(tmp_path: Path) -> None:
-    if not os.environ.get("PODRING_VCHIP_ALL"):
-        pytest.skip("make vchip runs it: 4 ranks take minutes")
     example = jobs.ROOT / "examples/train.py"
     program = jobs.podring("run", "--slice", "v5e:2x2", str(example), "--steps", "24", "--out", str(tmp_path))
     assert program.code == 0, program.output[-6000:]
@@ -83,6 +81,7 @@ def test_the_demo_trains_on_four_chips(tmp_path: Path) -> None:
     assert len(losses) == 24 and losses[-1] < 0.6 * losses[0], losses
 
 
+@jobs.thorough
 def test_one_module_under_both_names_and_errors_are_raised_late(tmp_path: Path) -> None:
     code, output = alone(
         tmp_path,
@@ -109,8 +108,16 @@ def test_one_module_under_both_names_and_errors_are_raised_late(tmp_path: Path) 
     ("env", "expected"),
     [
         ({"PODRING_SLICE": "v5e:3x7"}, "PODRING_SLICE=v5e:3x7"),
-        ({"PODRING_SLICE": "v5e:2x2", "RANK": "4", "WORLD_SIZE": "8"}, "the slice v5e:2x2 has 4 devices"),
-        ({"PODRING_SLICE": "v5e:2x2", "TPU_LIBRARY_PATH": LIBTPU}, "set TPU_LIBRARY_PATH to the latter"),
+        pytest.param(
+            {"PODRING_SLICE": "v5e:2x2", "RANK": "4", "WORLD_SIZE": "8"},
+            "the slice v5e:2x2 has 4 devices",
+            marks=jobs.thorough,
+        ),
+        pytest.param(
+            {"PODRING_SLICE": "v5e:2x2", "TPU_LIBRARY_PATH": LIBTPU},
+            "set TPU_LIBRARY_PATH to the latter",
+            marks=jobs.thorough,
+        ),
     ],
 )
 def test_import_torch_never_fails(tmp_path: Path, env: dict[str, str], expected: str) -> None:
@@ -130,6 +137,7 @@ def test_import_torch_never_fails(tmp_path: Path, env: dict[str, str], expected:
     assert "IMPORTED" in output and "RAISED" in output and expected in output, output[-4000:]
 
 
+@jobs.thorough
 def test_without_autoload_cpu_works_and_says_why(tmp_path: Path) -> None:
     code, output = alone(
         tmp_path,
@@ -151,6 +159,7 @@ def test_without_autoload_cpu_works_and_says_why(tmp_path: Path) -> None:
     assert code == 0 and "FINE [1.0, 1.0, 1.0]" in output, output[-4000:]
 
 
+@jobs.thorough
 @pytest.mark.parametrize("words", ['torch.ones(1, device="tpu")', 'torch.nn.Linear(2, 2).to("tpu")', "torch.tpu"])
 def test_without_autoload_an_error_says_why(tmp_path: Path, words: str) -> None:
     env = {"PODRING_SLICE": "v5e:2x2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -176,6 +185,7 @@ def test_without_torch_tpu_the_error_names_it(tmp_path: Path) -> None:
     assert "needs the package torch_tpu, which is not installed" in program.output, program.output[-4000:]
 
 
+@jobs.thorough
 def test_libtpu_without_a_chip(tmp_path: Path) -> None:
     # No slice is asked for: torch_tpu finds no chip, and podring serves CPU tensors.
     code, output = alone(
@@ -197,7 +207,7 @@ def test_libtpu_without_a_chip(tmp_path: Path) -> None:
     assert code == 0 and "RAISED" in output and "FINE [1.0, 1.0, 1.0]" in output, output[-4000:]
 
 
-@pytest.mark.parametrize("version", ["0.1.0", "0.3.0"])
+@pytest.mark.parametrize("version", ["0.1.0", pytest.param("0.3.0", marks=jobs.thorough)])
 def test_unknown_torch_tpu_is_staged_with_one_warning(tmp_path: Path, version: str) -> None:
     code, output = alone(
         tmp_path,
@@ -218,7 +228,10 @@ def test_unknown_torch_tpu_is_staged_with_one_warning(tmp_path: Path, version: s
     assert output.count("stages tpu tensors") == 1 and f"torch_tpu {version}" in output, output[-4000:]
 
 
-@pytest.mark.parametrize(("disable", "compiled"), [("0", False), ("1", False), ("0", True)])
+@pytest.mark.parametrize(
+    ("disable", "compiled"),
+    [pytest.param("0", False, marks=jobs.thorough), pytest.param("1", False, marks=jobs.thorough), ("0", True)],
+)
 def test_a_killed_rank_is_named(tmp_path: Path, disable: str, compiled: bool) -> None:
     # With "1" the collective is a program, and compiled it is inside of one, which fails when its result is asked for.
     program = script(
