@@ -114,6 +114,15 @@ fn strategies_are_read_back() {
     assert_eq!(whole["plan"], "whole");
     let axis = report(&["v5e:4x4", "reduce_scatter", "--group", "axis:x", "--json"]);
     assert_eq!(axis["collectives"], serde_json::json!(["reduce-scatter"]));
+    // libtpu would take one over both axes apart: one along each is kept, and the last blocks go home.
+    let square = report(&["v5e:4x4", "reduce_scatter", "--json"]);
+    assert_eq!(
+        square["collectives"],
+        serde_json::json!(["reduce-scatter", "reduce-scatter", "collective-permute-start"]),
+        "{square}"
+    );
+    let oblong = report(&["v5e:4x8", "reduce_scatter", "--json"]);
+    assert_eq!(oblong["collectives"], serde_json::json!(["reduce-scatter"]), "{oblong}");
     let alone = report(&["v5e:4x4", "all_reduce", "--group", "0,3,5", "--alone", "--bytes", "1M", "--json"]);
     assert_eq!(alone["plan"], "members");
     // What libtpu can't do natively goes another way.

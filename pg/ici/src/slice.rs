@@ -4,6 +4,8 @@
 //! unequal sizes, padding with −1 and partial covers are refused. A program runs only when every device in its device
 //! assignment launches it. Both together leave few ways; [`plan`] chooses one, and says why.
 
+mod scatter;
+
 use podring_topology::{
     Slice, TopologyError,
     cover::{Filling, cover},
@@ -11,6 +13,7 @@ use podring_topology::{
 };
 
 use crate::program::{Groups, ProgramError};
+pub use scatter::reduce_scatter_us;
 
 /// Who calls the collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,7 +111,8 @@ pub fn plan(slice: &Slice, groups: &[Vec<u32>], callers: Callers) -> Result<Plan
     }
     let devices = slice.devices() as usize;
     if first.len() == devices {
-        let launch = Launch { ranks: (0..slice.devices()).collect(), groups: Groups::new(groups.to_vec())? };
+        let groups = scatter::in_steps(slice, Groups::new(groups.to_vec())?)?;
+        let launch = Launch { ranks: (0..slice.devices()).collect(), groups };
         return Ok(Plan { how: How::Whole(launch), why: "the group is every device" });
     }
     let everybody = callers == Callers::Everybody || members.len() == devices;

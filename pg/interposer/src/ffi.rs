@@ -10,7 +10,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicI32, AtomicI64, Ordering};
 use std::sync::{Arc, LazyLock, OnceLock};
 
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
+use podring_ici::engine::{Launching, launching};
 
 use crate::error::InterposeError;
 use crate::programs;
@@ -27,42 +28,57 @@ pub const INDEX: &str = "index";
 struct Placed {
     step: Step,
     rank: u32,
+    launch: Launch,
 }
+
+/// The launch that a program runs in, for its calls, which come on other threads.
+type Launch = Arc<Mutex<Option<Arc<Launching>>>>;
 
 static STEPS: LazyLock<RwLock<HashMap<i64, Arc<Placed>>>> = LazyLock::new(RwLock::default);
 static NEXT: AtomicI64 = AtomicI64::new(1);
 
 /// The collectives of one program: callable by their numbers until this is dropped.
-pub struct Callable(std::ops::Range<i64>);
+pub struct Callable {
+    numbers: std::ops::Range<i64>,
+    launch: Launch,
+}
 
 impl Callable {
     /// Numbers for as many collectives; what they are comes with [`Callable::fill`].
     pub fn reserve(count: usize) -> Callable {
         let first = NEXT.fetch_add(count as i64, Ordering::Relaxed);
-        Callable(first..first + count as i64)
+        Callable { numbers: first..first + count as i64, launch: Launch::default() }
     }
 
     /// The first number.
     pub fn first(&self) -> i64 {
-        self.0.start
+        self.numbers.start
     }
 
     /// How many.
     pub fn count(&self) -> usize {
-        (self.0.end - self.0.start) as usize
+        (self.numbers.end - self.numbers.start) as usize
     }
 
     /// Says what they are, in order.
     pub fn fill(&self, steps: Vec<Step>, rank: u32) {
-        let placed = steps.into_iter().map(|step| Arc::new(Placed { step, rank }));
-        STEPS.write().extend(self.0.clone().zip(placed));
+        let placed = steps.into_iter().map(|step| Arc::new(Placed { step, rank, launch: self.launch.clone() }));
+        STEPS.write().extend(self.numbers.clone().zip(placed));
+    }
+
+    /// Runs `act`, which runs the program, as the launch that this thread is in.
+    pub fn during<R>(&self, act: impl FnOnce() -> R) -> R {
+        *self.launch.lock() = launching();
+        let result = act();
+        *self.launch.lock() = None;
+        result
     }
 }
 
 impl Drop for Callable {
     fn drop(&mut self) {
         let mut steps = STEPS.write();
-        self.0.clone().for_each(|index| drop(steps.remove(&index)));
+        self.numbers.clone().for_each(|index| drop(steps.remove(&index)));
     }
 }
 
@@ -316,7 +332,10 @@ unsafe fn execute(frame: &Frame) -> Result<(), InterposeError> {
     let (inputs, outputs) = (placed.step.inputs.len(), placed.step.outputs.len());
     // Behind both there may be the value that orders the calls.
     match (arguments.get(..inputs), results.get(..outputs)) {
-        (Some(arguments), Some(results)) => programs::meet(placed.rank, &placed.step, arguments, results),
+        (Some(arguments), Some(results)) => {
+            let launch = placed.launch.lock().clone();
+            programs::meet(placed.rank, &placed.step, arguments, results, launch.as_deref())
+        }
         _ => Err(failed("the call has too few arguments or results")),
     }
 }

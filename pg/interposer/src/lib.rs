@@ -26,6 +26,7 @@ mod table;
 mod wire;
 
 use std::ffi::c_void;
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use parking_lot::Mutex;
@@ -87,6 +88,32 @@ pub fn failure() -> Option<String> {
 /// Both pointers are null until there is one. The client is alive until the framework destroys it.
 pub fn client() -> (*const c_void, *mut c_void) {
     the_table().map_or((std::ptr::null(), std::ptr::null_mut()), Interposed::client)
+}
+
+/// The client that a framework created through this plugin, for others in this process to run programs on as well.
+pub struct Shared {
+    /// This plugin's table: what is compiled through it is played on a virtual slice's fabric.
+    pub table: *const c_void,
+    /// Its `PJRT_Client`, the framework's to destroy.
+    pub client: *mut c_void,
+    /// The wrapped plugin's file.
+    pub plugin: PathBuf,
+    /// The virtual slice; none on a TPU.
+    pub slice: Option<podring_topology::Slice>,
+}
+
+/// That client; none before a framework has created it.
+pub fn shared() -> Option<Shared> {
+    let on = the_table()?;
+    let client = on.client().1;
+    if client.is_null() {
+        return None;
+    }
+    let slice = match &on.wrapped {
+        Wrapped::Virtual(slice) => Some(*slice),
+        Wrapped::Libtpu => None,
+    };
+    Some(Shared { table: on.table(), client, plugin: on.file.clone(), slice })
 }
 
 /// What the slice's devices say of themselves: libtpu's `device_kind`, and their memory in bytes.

@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
 use podring_collective::{Blocks, Collective, Kind, Layout, Part, Tensor};
-use podring_group::{ProcessGroup, Work};
+use podring_group::{Kind as ErrorKind, ProcessGroup, Work};
+use podring_ici::engine::{Launching, launching};
 use prost::Message as _;
 
 use crate::error::{Fault, InterposeError};
@@ -28,7 +29,9 @@ use crate::wire::Fields;
 /// The group whose members are the job's ranks, and groups of some of them.
 struct World {
     group: ProcessGroup,
-    parts: HashMap<Vec<u32>, ProcessGroup>,
+    /// By members, and whether for programs that podring's own engine launches: it does so on threads of its own, so that
+    /// their order among a framework's programs may be another on every rank.
+    parts: HashMap<(Vec<u32>, bool), ProcessGroup>,
 }
 
 static WORLD: Mutex<Option<World>> = Mutex::new(None);
@@ -51,23 +54,26 @@ pub fn end_world(group: &ProcessGroup) {
 
 /// The group of these ranks: made at the first program that needs it, with nobody waiting for anybody. Never the lent
 /// group itself: its own operations have an order of their own.
-fn group_of(members: &[u32]) -> Result<ProcessGroup, InterposeError> {
+fn group_of(members: &[u32], launched: bool) -> Result<ProcessGroup, InterposeError> {
     let mut world = WORLD.lock();
     let world = world.as_mut().ok_or(InterposeError::NoWorld)?;
-    if let Some(part) = world.parts.get(members) {
+    let key = (members.to_vec(), launched);
+    if let Some(part) = world.parts.get(&key) {
         return Ok(part.clone());
     }
     let failed =
         |error: podring_group::Error| InterposeError::Failed { what: "forming a group", why: error.to_string() };
-    let part = world.group.part(members).map_err(failed)?;
-    world.parts.insert(members.to_vec(), part.clone());
+    let names: Vec<String> = members.iter().map(u32::to_string).collect();
+    let kind = if launched { "launched" } else { "programs" };
+    let part = world.group.part_named(&format!("/{kind}[{}]", names.join(",")), members).map_err(failed)?;
+    world.parts.insert(key, part.clone());
     Ok(part)
 }
 
 /// The group of all ranks, in order.
-fn everybody() -> Result<ProcessGroup, InterposeError> {
+fn everybody(launched: bool) -> Result<ProcessGroup, InterposeError> {
     let size = WORLD.lock().as_ref().map(|world| world.group.size()).ok_or(InterposeError::NoWorld)?;
-    group_of(&(0..size).collect::<Vec<u32>>())
+    group_of(&(0..size).collect::<Vec<u32>>(), launched)
 }
 
 /// Names of operations that make ranks meet, or know their place, as programs spell them: an operation that is used is
@@ -120,7 +126,7 @@ enum Known {
     /// It is one.
     Whole(Plan),
     /// It calls them. They are callable as long as the program is there.
-    Calls { _callable: Callable },
+    Calls(Callable),
 }
 
 /// The programs with a collective, by their `PJRT_LoadedExecutable`.
@@ -168,7 +174,7 @@ impl Programs {
                     Err(ours) => return Err(ours),
                 }
                 let callable = self.compile_calls(on, seen, args, &ours, &written, &module, &mesh);
-                Known::Calls { _callable: callable.inspect_err(|_| COUNTS.lock().refused += 1)? }
+                Known::Calls(callable.inspect_err(|_| COUNTS.lock().refused += 1)?)
             }
         };
         self.0.write().insert(args.executable as usize, known.into());
@@ -233,7 +239,7 @@ impl Programs {
         match known.as_deref() {
             None => on.forward(args),
             Some(Known::Whole(plan)) => play(on, seen, plan, args),
-            Some(Known::Calls { .. }) => run(on, args),
+            Some(Known::Calls(callable)) => callable.during(|| run(on, args)),
         }
     }
 }
@@ -317,6 +323,8 @@ unsafe fn bytes<'a>(data: *const c_void, size: usize) -> &'a [u8] {
 struct Held {
     data: NonNull<u8>,
     bytes: usize,
+    /// Somebody else's, who outlives the buffer.
+    lent: bool,
 }
 
 impl Held {
@@ -325,12 +333,18 @@ impl Held {
         // SAFETY: a place for the result, a power of two, a size above zero.
         let failed = unsafe { libc::posix_memalign(&mut memory, 64, bytes.max(1)) } != 0;
         match NonNull::new(memory.cast()).filter(|_| !failed) {
-            Some(data) => Ok(Held { data, bytes }),
+            Some(data) => Ok(Held { data, bytes, lent: false }),
             None => Err(InterposeError::Failed {
                 what: "a collective's result",
                 why: format!("no memory of {bytes} bytes"),
             }),
         }
+    }
+
+    /// What the launch offers for the result `index`, or memory of its own.
+    fn offered(launch: Option<&Launching>, index: Option<usize>, bytes: usize) -> Result<Held, InterposeError> {
+        let offered = launch.zip(index).and_then(|(launch, index)| NonNull::new(launch.target(index, bytes)?));
+        offered.map_or_else(|| Held::new(bytes), |data| Ok(Held { data, bytes, lent: true }))
     }
 
     fn view(&mut self) -> &mut [u8] {
@@ -340,8 +354,10 @@ impl Held {
 
     fn into_buffer(self, shape: &Array) -> Result<Opaque, InterposeError> {
         let data = self.data.as_ptr();
+        let release = if self.lent { leave } else { release };
         std::mem::forget(self);
-        // SAFETY: 64-byte aligned, holds these elements, and nobody writes to it any more; `release` frees it.
+        // SAFETY: 64-byte aligned, holds these elements, and nobody writes to it any more; `release` frees it, unless
+        // it is lent.
         unsafe { memory::adopt(data.cast(), &shape.dims, shape.dtype, release, std::ptr::null_mut()) }
             .map_err(|why| InterposeError::Failed { what: "a collective's result", why })
     }
@@ -352,8 +368,13 @@ unsafe extern "C" fn release(memory: *mut c_void, _context: *mut c_void) {
     unsafe { libc::free(memory) };
 }
 
+unsafe extern "C" fn leave(_memory: *mut c_void, _context: *mut c_void) {}
+
 impl Drop for Held {
     fn drop(&mut self) {
+        if self.lent {
+            return;
+        }
         // SAFETY: from posix_memalign, freed once.
         unsafe { libc::free(self.data.as_ptr().cast()) };
     }
@@ -379,11 +400,20 @@ fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedEx
         }
         inputs.push(found.data.cast::<u8>());
     }
-    let outputs: Result<Vec<Held>, InterposeError> =
-        plan.step.outputs.iter().map(|array| Held::new(array.bytes())).collect();
+    let launch = launching();
+    let launch = launch.as_deref();
+    // An array that is a result as it stands may lie where the launch wants it.
+    let result = |of: usize| plan.results.iter().position(|piece| piece.of == of && piece.is_whole(&plan.step));
+    let outputs: Result<Vec<Held>, InterposeError> = plan
+        .step
+        .outputs
+        .iter()
+        .enumerate()
+        .map(|(of, array)| Held::offered(launch, result(of), array.bytes()))
+        .collect();
     let outputs = outputs?;
     let places: Vec<*mut u8> = outputs.iter().map(|held| held.data.as_ptr()).collect();
-    meet(seen.rank(), &plan.step, &inputs, &places)?;
+    meet(seen.rank(), &plan.step, &inputs, &places, launch)?;
 
     let mut buffers = Vec::new();
     let mut outputs: Vec<Option<Held>> = outputs.into_iter().map(Some).collect();
@@ -427,12 +457,41 @@ fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedEx
     Ok(())
 }
 
+/// Waits for an operation of the fabric's, unless the launch that it is part of is stopped.
+fn finish(work: &Work, group: &ProcessGroup, launch: Option<&Launching>) -> Result<(), InterposeError> {
+    let failed = |why| InterposeError::Failed { what: "a collective", why };
+    let stopped = || launch.and_then(Launching::stopped);
+    let Err(error) = work.wait(None, || stopped().is_some()) else { return Ok(()) };
+    match error.kind() {
+        ErrorKind::Interrupted => {
+            let why = stopped().unwrap_or_default();
+            // The others hear of it, and the memory is let go of.
+            group.abort(&why);
+            let _ = work.wait(None, || false);
+            Err(failed(why))
+        }
+        ErrorKind::Mismatch if launch.is_some_and(|launch| launch.mark != 0) => Err(failed(format!(
+            "{error}\n  (The programs may be alike: compared are also the calls that they were launched for, and the \
+             order of calls among groups of which one contains the other.)"
+        ))),
+        _ => Err(failed(error.to_string())),
+    }
+}
+
 /// The collective itself, on the memory of its operands and results: returns when this rank's part is done.
-pub fn meet(rank: u32, step: &Step, inputs: &[*mut u8], outputs: &[*mut u8]) -> Result<(), InterposeError> {
+///
+/// Within a launch of podring's own engine it takes no longer than that one may, and brings along what it says.
+pub fn meet(
+    rank: u32,
+    step: &Step,
+    inputs: &[*mut u8],
+    outputs: &[*mut u8],
+    launch: Option<&Launching>,
+) -> Result<(), InterposeError> {
     let failed = |error: podring_group::Error| InterposeError::Failed { what: "a collective", why: error.to_string() };
-    let finish = |work: Work| work.wait(None, || false).map_err(failed);
+    let (limit, mark) = (launch.map(Launching::left), launch.map_or(0, |launch| launch.mark));
     if let What::Permute(pairs) = &step.what {
-        let group = everybody()?;
+        let group = everybody(launch.is_some())?;
         let array = &step.inputs[0];
         let count = array.dims.iter().map(|&dim| dim as usize).product();
         let one = |kind, data: *mut u8| {
@@ -443,7 +502,7 @@ pub fn meet(rank: u32, step: &Step, inputs: &[*mut u8], outputs: &[*mut u8]) -> 
             Collective { kind, parts: [part].into_iter().collect() }
         };
         let mut works = Vec::new();
-        let post = |collective| group.post(collective, None, None, false).map_err(failed);
+        let post = |collective| group.post(collective, None, limit, false).map_err(failed);
         if let Some(&(from, _)) = pairs.iter().find(|(_, to)| *to == rank) {
             works.push(post(one(Kind::Recv { from: Some(from), tag: TAG }, outputs[0]))?);
         } else {
@@ -453,14 +512,17 @@ pub fn meet(rank: u32, step: &Step, inputs: &[*mut u8], outputs: &[*mut u8]) -> 
         if let Some(&(_, to)) = pairs.iter().find(|(from, _)| *from == rank) {
             works.push(post(one(Kind::Send { to, tag: TAG }, inputs[0]))?);
         }
-        return works.into_iter().try_for_each(finish);
+        return works.iter().try_for_each(|work| finish(work, &group, launch));
     }
     let Some((members, _)) = step.group_of(rank) else {
         return Err(InterposeError::Failed { what: "a collective", why: format!("rank {rank} is in no group of it") });
     };
-    let group = group_of(members)?;
+    let group = group_of(members, launch.is_some())?;
     match step.collective(members.len(), inputs, outputs) {
-        Some(collective) => finish(group.post(collective, None, None, true).map_err(failed)?),
+        Some(collective) => {
+            let work = group.post_marked(collective, limit, mark).map_err(failed)?;
+            finish(&work, &group, launch)
+        }
         None => Ok(()),
     }
 }

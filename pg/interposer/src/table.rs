@@ -32,6 +32,8 @@ pub struct Interposed {
     original: NonNull<TableHead>,
     table: NonNull<TableHead>,
     pub(crate) wrapped: Wrapped,
+    /// The wrapped plugin's file.
+    pub(crate) file: PathBuf,
     /// What callers see of the slice; there from client creation to its end.
     presented: RwLock<Option<Arc<Presented>>>,
     client: AtomicPtr<c_void>,
@@ -52,6 +54,7 @@ impl Interposed {
             original,
             table,
             wrapped: settings.wrapped,
+            file: settings.plugin,
             presented: RwLock::new(None),
             client: AtomicPtr::new(std::ptr::null_mut()),
         };

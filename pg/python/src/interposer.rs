@@ -48,6 +48,14 @@ fn slice_facts(name: &str) -> PyResult<(String, u64, u32, [u32; 3])> {
     Ok((kind.to_owned(), memory, slice.devices(), slice.dims()))
 }
 
+/// What the engine for tensors on devices has done in this process so far: (programs launched, programs compiled). None
+/// without such an engine, or before the first group.
+#[pyfunction]
+fn engine_counts() -> Option<(u64, u64)> {
+    let chip = podring_group::Runtime::chip()?;
+    Some((chip.launched(), chip.counts().compiled))
+}
+
 /// What became of programs with collectives on a virtual slice, since the process began: how many were one collective
 /// (`whole`), had some among other operations (`mixed`, with `inside` collectives in all), and were refused.
 #[pyfunction]
@@ -60,6 +68,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(interpose, module)?)?;
     module.add_function(wrap_pyfunction!(interposed, module)?)?;
     module.add_function(wrap_pyfunction!(slice_facts, module)?)?;
+    module.add_function(wrap_pyfunction!(engine_counts, module)?)?;
     module.add_function(wrap_pyfunction!(program_counts, module)?)?;
     Ok(())
 }

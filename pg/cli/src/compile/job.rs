@@ -2,7 +2,7 @@
 
 use podring_ici::{
     program::{self, Backend, PartSpec, Program, Spec, layout::TILE},
-    slice::{Callers, How, Launch, plan},
+    slice::{Callers, How, Launch, plan, reduce_scatter_us},
 };
 use podring_topology::{Slice, SliceOptions, cost, parse_with};
 
@@ -54,7 +54,14 @@ impl Job {
         };
         let program = program::build(&spec)?;
         let bytes = count * args.dtype.size() as u64;
-        let predicted_us = cost::predict(&slice, &ranks, collective(op), bytes)?.total_us();
+        let stepwise = match op {
+            Op::ReduceScatter => reduce_scatter_us(&slice, &launch.groups, bytes)?,
+            _ => None,
+        };
+        let predicted_us = match stepwise {
+            Some(us) => us,
+            None => cost::predict(&slice, &ranks, collective(op), bytes)?.total_us(),
+        };
         Ok(Job { slice, op, ranks, how, why: planned.why, launch, program, bytes, predicted_us })
     }
 

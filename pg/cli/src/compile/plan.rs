@@ -3,8 +3,9 @@
 use std::{collections::HashSet, fs, path::Path};
 
 use podring_collective::{DType, Reduction};
+use podring_ici::slice::{self, Callers, How};
 use podring_topology::{
-    SliceOptions,
+    Slice, SliceOptions,
     mesh::{Axis, MeshRequest, assign},
     parse_with,
 };
@@ -31,6 +32,7 @@ struct Plan {
 #[serde(deny_unknown_fields)]
 struct PlannedAxis {
     name: String,
+    /// −1: what the others leave.
     size: i64,
     #[serde(rename = "use")]
     role: Role,
@@ -94,7 +96,14 @@ struct Wanted {
 
 impl Plan {
     fn read(text: &str) -> Result<Plan, String> {
-        let plan: Plan = toml::from_str(text).map_err(|error| error.to_string())?;
+        let plan: Plan = toml::from_str(text).map_err(|error| {
+            let hint = if text.lines().any(|line| line.trim() == "[axis]") {
+                "each axis is a table of its own: [[axis]], with name, size and use"
+            } else {
+                ""
+            };
+            format!("{error}{hint}")
+        })?;
         let Model { parameters, layers, hidden, tokens, bucket, .. } = plan.model;
         for (name, value) in
             [("parameters", parameters), ("layers", layers), ("hidden", hidden), ("tokens", tokens), ("bucket", bucket)]
@@ -104,6 +113,29 @@ impl Plan {
             }
         }
         Ok(plan)
+    }
+
+    /// Gives an axis of size −1 what the others leave.
+    fn fill(&mut self, devices: u32) -> Result<(), String> {
+        let open: Vec<usize> = (0..self.axis.len()).filter(|&index| self.axis[index].size == -1).collect();
+        let &[index] = &open[..] else {
+            let names: Vec<&str> = open.iter().map(|&index| self.axis[index].name.as_str()).collect();
+            return match names.len() {
+                0 => Ok(()),
+                _ => Err(format!("axes {} are all of size -1; one may be", names.join(", "))),
+            };
+        };
+        let others = self.axis.iter().filter(|axis| axis.size != -1);
+        let product = others.fold(1i64, |product, axis| product.saturating_mul(axis.size));
+        let devices = i64::from(devices);
+        if product < 1 || devices % product != 0 {
+            let name = &self.axis[index].name;
+            return Err(format!(
+                "axis {name} is of size -1, but the others' {product} ranks do not divide the slice's {devices} devices"
+            ));
+        }
+        self.axis[index].size = devices / product;
+        Ok(())
     }
 
     /// Ranks along all axes of these roles.
@@ -159,46 +191,86 @@ impl Plan {
     }
 }
 
+/// What an operation compiles: itself; or its parts inside the slices that its groups touch, as docs/ici.md says under
+/// "Across slices"; or nothing, where the hosts' network carries it.
+fn compiled(slice: &Slice, op: Op, groups: Vec<Vec<u32>>) -> Result<(Vec<Op>, Vec<Vec<u32>>), CompileError> {
+    let ops = match slice::plan(slice, &groups, Callers::Everybody)?.how {
+        How::AcrossSlices { inside: Some(_), .. } => match op {
+            Op::AllReduce => vec![Op::ReduceScatter, Op::AllGather],
+            Op::AllGather | Op::ReduceScatter | Op::Barrier => vec![op],
+            _ => vec![],
+        },
+        How::AcrossSlices { inside: None, .. } | How::Host => vec![],
+        _ => return Ok((vec![op], groups)),
+    };
+    let mut inside: Vec<Vec<u32>> = Vec::new();
+    for group in groups {
+        let mut parts = vec![Vec::new(); slice.slices() as usize];
+        for rank in group {
+            parts[slice.device(rank).map_or(0, |device| device.slice) as usize].push(rank);
+        }
+        inside.extend(parts.into_iter().filter(|part| !part.is_empty()));
+    }
+    Ok((ops, inside))
+}
+
 /// Groups as `--group` reads them.
-fn text<'a>(groups: impl Iterator<Item = &'a [u32]>) -> String {
-    let ranks = |group: &[u32]| group.iter().map(u32::to_string).collect::<Vec<String>>().join(",");
-    groups.map(ranks).collect::<Vec<String>>().join("/")
+fn text(groups: &[Vec<u32>]) -> String {
+    let ranks = |group: &Vec<u32>| group.iter().map(u32::to_string).collect::<Vec<String>>().join(",");
+    groups.iter().map(ranks).collect::<Vec<String>>().join("/")
 }
 
 /// Compiles what the file asks for; prints a line for each program as soon as it is there.
 pub(super) fn run(args: &Args, file: &Path) -> Result<i32, CompileError> {
     let wrong = |reason: String| CompileError::PlanFile { file: file.display().to_string(), reason };
     let read = fs::read_to_string(file).map_err(|error| wrong(error.to_string()))?;
-    let plan = Plan::read(&read).map_err(wrong)?;
-    let wanted = plan.wanted().map_err(wrong)?;
+    let mut plan = Plan::read(&read).map_err(wrong)?;
     let slice = parse_with(&plan.slice, &SliceOptions::default())?;
+    plan.fill(slice.devices()).map_err(wrong)?;
+    let one_slice = slice.to_string().split('*').next().unwrap_or_default().to_owned();
+    let wanted = plan.wanted().map_err(wrong)?;
     let axes = plan.axis.iter().map(|axis| Axis::new(&axis.name, axis.size)).collect();
     let mesh = assign(&slice, &MeshRequest::new(axes))?;
     // Calls of one size class share a program.
-    let (mut seen, mut programs) = (HashSet::new(), Vec::new());
+    let (mut seen, mut programs, mut uncompiled) = (HashSet::new(), Vec::new(), Vec::new());
     for want in wanted {
-        let group = want.axis.map_or("all".to_owned(), |axis| text(mesh.groups(axis).iter()));
-        let one = Args {
-            slice: Some(plan.slice.clone()),
-            op: Some(want.op),
-            bytes: want.bytes,
-            dtype: want.dtype,
-            redop: Reduction::Sum,
-            group,
-            mlir: None,
-            plan: None,
-            table: false,
-            ..*args
+        let groups = match want.axis {
+            Some(axis) => mesh.groups(axis).iter().map(<[u32]>::to_vec).collect(),
+            None => vec![(0..slice.devices()).collect()],
         };
-        let job = Job::of(&one)?;
-        if seen.insert((job.program.text.clone(), job.launch.ranks.clone())) {
-            programs.push((want, one, job));
+        let (ops, mut groups) = compiled(&slice, want.op, groups)?;
+        if ops.is_empty() {
+            uncompiled.push(want);
+            continue;
+        }
+        // Each slice runs programs of its own, all alike: the first slice's ranks come first.
+        let of_one_slice = slice.devices() / slice.slices();
+        groups.retain(|group| group.iter().all(|&rank| rank < of_one_slice));
+        let group = if want.axis.is_none() && groups.len() == 1 { "all".to_owned() } else { text(&groups) };
+        for op in ops {
+            let why = if op == want.op { want.why.clone() } else { format!("{}: {}", want.op.name(), want.why) };
+            let one = Args {
+                slice: Some(one_slice.clone()),
+                op: Some(op),
+                bytes: want.bytes,
+                dtype: want.dtype,
+                redop: Reduction::Sum,
+                group: group.clone(),
+                mlir: None,
+                plan: None,
+                table: false,
+                ..*args
+            };
+            let job = Job::of(&one)?;
+            if seen.insert((job.program.text.clone(), job.launch.ranks.clone())) {
+                programs.push((Wanted { op, why, ..want.clone() }, one, job));
+            }
         }
     }
     if !args.json {
         terminal::out(&format!(
-            "{:14} {:10} {:10} {:>12} {:>9} {:>8} {:>9}  collectives, strategy, what for",
-            "operation", "axis", "dtype", "bytes", "compile,s", "RSS,MiB", "model,µs"
+            "{:14} {:10} {:10} {:>12} {:>9} {:>8} {:>12}  collectives, strategy, what for",
+            "operation", "axis", "dtype", "bytes", "compile,s", "RSS,MiB", "predicted,µs"
         ));
     }
     let (mut progress, mut reports, mut failed) = (terminal::Progress::new(), Vec::new(), 0);
@@ -224,6 +296,26 @@ pub(super) fn run(args: &Args, file: &Path) -> Result<i32, CompileError> {
             }
         }
     }
+    for want in &uncompiled {
+        let axis = want.axis.map_or("all", |axis| &plan.axis[axis].name);
+        if args.json {
+            let (op, dtype, bytes) = (want.op.name(), want.dtype.name(), want.bytes);
+            reports.push(
+                json!({"op": op, "dtype": dtype, "bytes": bytes, "group": axis, "plan": "host", "for": want.why}),
+            );
+        } else {
+            terminal::out(&format!(
+                "{:14} {axis:10} {:10} {:>12} {:>9} {:>8} {:>12}  no program: the hosts' network carries it, {}",
+                want.op.name(),
+                want.dtype.name(),
+                want.bytes,
+                "-",
+                "-",
+                "-",
+                want.why
+            ));
+        }
+    }
     if args.json {
         terminal::out(&Value::Array(reports).to_string());
     }
@@ -236,7 +328,7 @@ fn line(axis: &str, why: &str, report: &Value) -> String {
         report["collectives"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     collectives.dedup();
     format!(
-        "{:14} {axis:10} {:10} {:>12} {:>9.2} {:>8} {:>9.1}  {}, {}, {why}",
+        "{:14} {axis:10} {:10} {:>12} {:>9.2} {:>8} {:>12.1}  {}, {}, {why}",
         text("op"),
         text("dtype"),
         report["bytes"].as_u64().unwrap_or(0),
@@ -298,6 +390,38 @@ mod tests {
         assert!(error(&format!("{HEAD}{axis}\"shrad\"")).contains("shrad"));
         assert!(error(&format!("{HEAD}dtype = \"float31\"\n{axis}\"shard\"")).contains("float32"));
         assert!(error(&HEAD.replace("layers = 10", "layers = 0").add(axis, "\"shard\"")).contains("model.layers is 0"));
+    }
+
+    #[test]
+    fn one_axis_may_take_what_is_left() {
+        let sizes = |axes: &[(&str, i64)], devices| {
+            let mut text = HEAD.to_owned();
+            for (name, size) in axes {
+                text += &format!("[[axis]]\nname = \"{name}\"\nsize = {size}\nuse = \"shard\"\n");
+            }
+            let mut plan = Plan::read(&text).unwrap();
+            plan.fill(devices).map(|()| plan.axis.iter().map(|axis| axis.size).collect::<Vec<_>>())
+        };
+        assert_eq!(sizes(&[("a", 4), ("b", -1)], 64), Ok(vec![4, 16]));
+        assert_eq!(sizes(&[("a", 4), ("b", 2)], 64), Ok(vec![4, 2]));
+        assert!(sizes(&[("a", -1), ("b", -1)], 64).unwrap_err().contains("axes a, b"));
+        assert!(sizes(&[("a", 3), ("b", -1)], 64).unwrap_err().contains("3 ranks do not divide the slice's 64"));
+        assert!(sizes(&[("a", 0), ("b", -1)], 64).unwrap_err().contains("0 ranks"));
+    }
+
+    #[test]
+    fn across_slices_only_the_parts_inside_are_compiled() {
+        let slice = parse_with("v5e:2x2*2", &SliceOptions::default()).unwrap();
+        let all = vec![(0..8).collect::<Vec<u32>>()];
+        let of = |op, groups: &[Vec<u32>]| compiled(&slice, op, groups.to_vec()).unwrap();
+        let (ops, inside) = of(Op::AllReduce, &all);
+        assert_eq!((ops, inside), (vec![Op::ReduceScatter, Op::AllGather], vec![vec![0, 1, 2, 3], vec![4, 5, 6, 7]]));
+        assert_eq!(of(Op::AllGather, &all).0, [Op::AllGather]);
+        assert!(of(Op::AllToAll, &all).0.is_empty());
+        let pairs: Vec<Vec<u32>> = (0..4).map(|rank| vec![rank, rank + 4]).collect();
+        assert!(of(Op::AllReduce, &pairs).0.is_empty());
+        let slices = [vec![0, 1, 2, 3], vec![4, 5, 6, 7]];
+        assert_eq!(of(Op::AllReduce, &slices), (vec![Op::AllReduce], slices.to_vec()));
     }
 
     trait Add {

@@ -247,6 +247,11 @@ impl Ticket {
         self.state.store(PENDING, SeqCst);
     }
 
+    /// Results that stay on the device, for [`Ticket::take_outputs`].
+    pub(super) fn deliver(&self, outputs: SmallVec<[Buffer; 1]>) {
+        self.inner.lock().outputs = outputs;
+    }
+
     pub(super) fn keep_event(&self, event: Event) {
         self.inner.lock().event = Some(event);
     }
@@ -295,19 +300,26 @@ impl Ticket {
 
     /// Copies results out if they wait for it; `false` if they don't, or somebody else does it.
     pub(super) fn finish(&self) -> bool {
+        self.copy_out(false)
+    }
+
+    /// `in_callback`: on a thread of the plugin's, where nothing of the caller's may run.
+    fn copy_out(&self, in_callback: bool) -> bool {
         if self.state.compare_exchange(COMPUTED, BUSY, SeqCst, SeqCst).is_err() {
             return false;
         }
-        let (task, outputs, home) = {
+        let (task, outputs, home, runner) = {
             let mut inner = self.inner.lock();
-            (inner.task.take(), std::mem::take(&mut inner.outputs), inner.home.clone())
+            (inner.task.take(), std::mem::take(&mut inner.outputs), inner.home.clone(), inner.runner.clone())
         };
         let mut failure = None;
-        if let (Some(task), Some((machine, group))) = (task, home) {
-            // The memory's keeper goes with the task, before anybody is told.
-            if let Err(error) = task.copy_out(&machine, &outputs) {
-                failure = Some(Arc::new(error));
+        if let (Some(mut task), Some((machine, group))) = (task, home) {
+            failure = task.copy_out(&machine, &outputs).err().map(Arc::new);
+            if in_callback && let (Some(keep), Some(runner)) = (task.arrival.keep.take(), runner) {
+                runner(Box::new(move || drop(keep)));
             }
+            // The memory's keeper goes with the task, before anybody is told.
+            drop(task);
             drop(outputs);
             if let (Some(failure), Some(group)) = (&failure, group.upgrade()) {
                 group.fail(failure.clone());
@@ -396,9 +408,12 @@ impl OnReady for Ticket {
             self.end(None);
             return;
         }
+        let at_once = inner.home.as_ref().is_some_and(|(machine, _)| task.copies_at_once(machine));
         let changed = self.state.compare_exchange(PENDING, COMPUTED, SeqCst, SeqCst).is_ok();
         drop(inner);
-        if changed {
+        if changed && at_once {
+            self.copy_out(true);
+        } else if changed {
             if self.waiters.load(SeqCst) > 0 {
                 self.change.notify_all();
             } else {

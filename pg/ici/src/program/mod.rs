@@ -10,7 +10,7 @@
 //! | all_reduce, reduce | all-reduce, or all-to-all + sum + all-gather ([`route`]) | 2V(k−1)/k |
 //! | broadcast | the root's words and zeros elsewhere, all-reduced | 2V(k−1)/k |
 //! | all_gather | all-gather, V the input | V(k−1) |
-//! | reduce_scatter | reduce-scatter, or all-to-all + sum, V the output | V(k−1) |
+//! | reduce_scatter | reduce-scatter ([`Steps`]: several, one after another), or all-to-all + sum, V the output | V(k−1) |
 //! | all_to_all | all-to-all, V the input | V(k−1)/k |
 //! | gather, scatter | a binomial tree of permutes, V a block | V(k−1) at the root, less elsewhere |
 //! | send/recv | one permute | V |
@@ -18,6 +18,7 @@
 //! Operations that only move data carry 32-bit words whatever the element type: one program serves every type of the
 //! same bytes. A block's bytes are padded to whole rows of 512 bytes.
 
+mod groups;
 pub mod layout;
 pub mod route;
 mod text;
@@ -25,60 +26,10 @@ mod text;
 use podring_collective::{DType, Kind, Reduction};
 
 use crate::pjrt::Element;
+pub use groups::{Groups, Steps};
 use layout::{LANES, TILE, class_rows};
 pub use route::{Backend, How, Route, Unsupported};
 use text::{Body, Val, tensor};
-
-/// Groups of replicas. All are of one size, and every replica is in exactly one.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Groups {
-    /// Replica numbers; a member's position in its group is its rank there.
-    pub groups: Vec<Vec<u32>>,
-}
-
-impl Groups {
-    /// Checks that the groups are of one size and hold each of 0..replicas once.
-    pub fn new(groups: Vec<Vec<u32>>) -> Result<Groups, ProgramError> {
-        let size = groups.first().map_or(0, Vec::len);
-        if size == 0 || groups.iter().any(|group| group.len() != size) {
-            return Err(ProgramError::Groups { reason: "groups must be of one size, one or more" });
-        }
-        let mut seen = vec![false; groups.len() * size];
-        for &member in groups.iter().flatten() {
-            match seen.get_mut(member as usize) {
-                Some(seen) if !*seen => *seen = true,
-                _ => return Err(ProgramError::Groups { reason: "each replica must be in exactly one group" }),
-            }
-        }
-        Ok(Groups { groups })
-    }
-
-    /// One group of all replicas.
-    pub fn all(replicas: u32) -> Groups {
-        Groups { groups: vec![(0..replicas.max(1)).collect()] }
-    }
-
-    /// Members of each group.
-    pub fn size(&self) -> usize {
-        self.groups[0].len()
-    }
-
-    /// Replicas of the program.
-    pub fn replicas(&self) -> usize {
-        self.groups.len() * self.size()
-    }
-
-    /// The position of each replica in its group.
-    fn positions(&self) -> Vec<u32> {
-        let mut positions = vec![0; self.replicas()];
-        for group in &self.groups {
-            for (position, &member) in group.iter().enumerate() {
-                positions[member as usize] = position as u32;
-            }
-        }
-        positions
-    }
-}
 
 /// What a program does. Roots and peers are positions in the group.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -378,10 +329,12 @@ fn reduction(draft: &mut Draft, index: usize, part: &PartSpec) -> Result<(), Pro
     let output = match route.how {
         How::Native => {
             let scaled = scale(body, input);
-            let reduced = if scatter {
-                body.reduce_scatter(&scaled, route.combine)
-            } else {
-                body.all_reduce(&scaled, route.combine)
+            let (width, bytes) = (scaled.element.size(), scaled.dims.iter().product::<usize>() * scaled.element.size());
+            let steps = draft.spec.groups.steps.as_ref().filter(|steps| steps.serve(bytes as u64, width));
+            let reduced = match steps {
+                Some(steps) if scatter => in_steps(body, scaled, steps, route.combine),
+                _ if scatter => body.reduce_scatter(&scaled, route.combine, &draft.spec.groups.groups),
+                _ => body.all_reduce(&scaled, route.combine),
             };
             divide(body, reduced)
         }
@@ -407,6 +360,13 @@ fn reduction(draft: &mut Draft, index: usize, part: &PartSpec) -> Result<(), Pro
     };
     draft.output(index, output);
     Ok(())
+}
+
+/// After each step a member holds fewer blocks, summed over more members; the last block goes where it belongs.
+fn in_steps(body: &mut Body, blocks: Val, steps: &Steps, combine: &str) -> Val {
+    let step = |held: Val, groups: &Vec<Vec<u32>>| body.reduce_scatter(&held, combine, groups);
+    let block = steps.groups.iter().fold(blocks, step);
+    if steps.moves.is_empty() { block } else { body.permute(&block, &steps.moves) }
 }
 
 fn movement(

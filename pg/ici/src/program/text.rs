@@ -27,6 +27,17 @@ pub(super) fn tensor(element: Element, dims: &[usize]) -> String {
     text + element.mlir() + ">"
 }
 
+fn replica_groups(groups: &[Vec<u32>]) -> String {
+    let size = groups.first().map_or(0, Vec::len);
+    let mut text = "replica_groups = dense<[".to_owned();
+    for (index, group) in groups.iter().enumerate() {
+        let members: Vec<String> = group.iter().map(u32::to_string).collect();
+        let _ = write!(text, "{}[{}]", if index == 0 { "" } else { ", " }, members.join(", "));
+    }
+    let _ = write!(text, "]> : tensor<{}x{size}xi64>", groups.len());
+    text
+}
+
 /// The body of `@main` under construction.
 pub(super) struct Body<'a> {
     groups: &'a Groups,
@@ -91,15 +102,7 @@ impl<'a> Body<'a> {
     }
 
     fn replica_groups(&self) -> String {
-        let groups = &self.groups.groups;
-        let size = self.groups.size();
-        let mut text = "replica_groups = dense<[".to_owned();
-        for (index, group) in groups.iter().enumerate() {
-            let members: Vec<String> = group.iter().map(u32::to_string).collect();
-            let _ = write!(text, "{}[{}]", if index == 0 { "" } else { ", " }, members.join(", "));
-        }
-        let _ = write!(text, "]> : tensor<{}x{size}xi64>", groups.len());
-        text
+        replica_groups(&self.groups.groups)
     }
 
     fn region(combine: &str, element: Element) -> String {
@@ -121,15 +124,15 @@ impl<'a> Body<'a> {
         self.put(from.element, &from.dims, &text)
     }
 
-    /// `[k, …]` to `[1, …]`.
-    pub fn reduce_scatter(&mut self, from: &Val, combine: &str) -> Val {
+    /// `[n·k, …]` to `[n, …]` among k members.
+    pub fn reduce_scatter(&mut self, from: &Val, combine: &str, groups: &[Vec<u32>]) -> Val {
         let mut dims = from.dims.clone();
-        dims[0] /= self.groups.size();
+        dims[0] /= groups.first().map_or(1, Vec::len);
         let text = format!(
             "\"stablehlo.reduce_scatter\"({}) {} {{scatter_dimension = 0 : i64, {}}} : ({}) -> {}",
             from.name,
             Self::region(combine, from.element),
-            self.replica_groups(),
+            replica_groups(groups),
             from.ty(),
             tensor(from.element, &dims)
         );

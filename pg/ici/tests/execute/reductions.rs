@@ -166,6 +166,44 @@ fn reduce_scatter_of_every_type() {
     every(true);
 }
 
+/// 8 devices as 2 rows of 4, and as a cube: along one axis after the other, with members in any order.
+#[test]
+fn reduce_scatter_in_steps() {
+    let lines = |apart: &[u32]| -> Vec<Vec<u32>> {
+        let first = |&device: &u32| apart.iter().all(|bit| device & bit == 0);
+        let line = |start: u32| {
+            (0..1u32 << apart.len()).map(move |n| {
+                start
+                    + apart
+                        .iter()
+                        .enumerate()
+                        .map(|(place, bit)| if n >> place & 1 == 1 { *bit } else { 0 })
+                        .sum::<u32>()
+            })
+        };
+        (0..8).filter(first).map(|start| line(start).collect()).collect()
+    };
+    let orders: [&[&[u32]]; 4] = [&[&[4], &[1, 2]], &[&[1, 2], &[4]], &[&[4], &[2], &[1]], &[&[1], &[4], &[2]]];
+    for (index, order) in orders.iter().enumerate() {
+        for members in [[0, 1, 2, 3, 4, 5, 6, 7], [5, 2, 7, 0, 1, 6, 3, 4]] {
+            let steps: Vec<Vec<Vec<u32>>> = order.iter().map(|apart| lines(apart)).collect();
+            let groups = Groups::new(vec![members.to_vec()]).unwrap().in_steps(steps, 0..u64::MAX).unwrap();
+            let part = PartSpec { dtype: DType::F32, reduction: Some(Reduction::Sum), elements: 131 };
+            let text = program(&single(Op::ReduceScatter, part, &groups)).text;
+            assert_eq!(text.matches("stablehlo.reduce_scatter").count(), order.len());
+            let in_order = index % 2 == 0 && members[0] == 0;
+            assert_eq!(text.contains("collective_permute"), !in_order);
+            for dtype in [DType::F32, DType::BF16, DType::I32, DType::U8, DType::I64] {
+                for reduction in [Reduction::Sum, Reduction::Product, Reduction::Max, Reduction::Avg] {
+                    for elements in [1, 131, 5000] {
+                        run(dtype, reduction, elements, &groups, true, false, 7 + index as u64);
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn exact_sums_round_once() {
     for groups in [&group_kinds()[0], &group_kinds()[2]] {

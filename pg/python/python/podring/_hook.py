@@ -153,6 +153,9 @@ def _interpose_libtpu() -> None:
 
 def torch_tpu_version() -> str | None:
     """The installed torch_tpu's version."""
+    # Most often there is none, and reading all packages' metadata for that takes its time.
+    if find_spec("torch_tpu") is None:
+        return None
     try:
         return version("torch_tpu")
     except PackageNotFoundError:
