@@ -827,6 +827,20 @@ def their_collectives() -> None:
 
 
 @scenario
+def their_uneven_exchange() -> None:
+    # Rank r sends 1 + (r + s) % WORLD rows to rank s: torch_tpu (0.2.0) wants as many in all on every rank.
+    sizes = [1 + (RANK + peer) % WORLD for peer in range(WORLD)]
+    sent = [values(torch.float32, 3 * sum(sizes), rank).reshape(-1, 3) for rank in range(WORLD)]
+    got = torch.zeros_like(sent[0], device=TPU)
+    dist.all_to_all_single(got, sent[RANK].to(TPU), sizes, sizes)
+    expected = []
+    for rank in range(WORLD):
+        parts = sent[rank].split([1 + (rank + peer) % WORLD for peer in range(WORLD)])
+        expected.append(parts[RANK])
+    same(got, torch.cat(expected))
+
+
+@scenario
 def their_subgroups() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
