@@ -25,6 +25,7 @@ check: venv
 test:
 	@scripts/warm
 	@scripts/build
+	@scripts/venv vchip
 	@scripts/test
 
 ## make demo         4 ranks train a transformer, FSDP2 × TP; out/demo/loss.png; times beside gloo's
@@ -40,7 +41,7 @@ titan: build
 	@scripts/venv titan
 	@$(PY) -m tests.titan --backend $(BACKEND)
 
-## make vchip        torch_tpu on virtual chips: every scenario, 2 and 4 ranks; not part of make test yet
+## make vchip        torch_tpu on virtual chips: every scenario, 2 and 4 ranks; make test runs some
 vchip: build
 	@scripts/venv vchip
 	@PODRING_REQUIRE_VCHIP=1 PODRING_VCHIP_ALL=1 $(PY) -m pytest -q tests/vchip

@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 4 examples/times.py
 
 Sizes are nccl-tests' convention: the whole buffer of a rank (all_gather's output, reduce_scatter's input). Times are
-medians over the repeats of the slowest rank.
+those of the slowest rank, the median of the repeats. A repeat of a small size is many calls, as a training step makes
+them: a single one, of ranks that leave a barrier one after another, would time their leaving.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-SIZES = {64: 100, 64 << 10: 40, 1 << 20: 20, 64 << 20: 5}
-"""Bytes: repeats."""
+SIZES = {64: (10, 50), 64 << 10: (10, 25), 1 << 20: (8, 5), 64 << 20: (5, 1)}
+"""Bytes: repeats, and calls in each."""
 
 
-def timed(call: Callable[[], object], settle: dist.ProcessGroup) -> float:
-    """Seconds that one call takes when all ranks start together."""
+def timed(call: Callable[[], object], calls: int, settle: dist.ProcessGroup) -> float:
+    """Seconds per call, of calls one after another that all ranks start together."""
     dist.barrier(settle)
     begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - begin) / calls
 
 
 def calls(size: int, ranks: int, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
@@ -54,12 +56,12 @@ def main() -> None:
         print(f"{ranks} ranks, float32; p50 in ms")
         print(f"{'operation':16}{'bytes':>12}{args.backend:>12}{'gloo':>12}{'gloo / ' + args.backend:>14}")
     for name in calls(64, ranks, gloo):
-        for size, repeats in SIZES.items():
+        for size, (repeats, batch) in SIZES.items():
             call = [calls(size, ranks, group)[name] for group in (ours, gloo)]
             samples = torch.zeros(2, repeats, dtype=torch.float64)
             for repeat in range(-1, repeats):  # the first round warms up
                 for side, run in enumerate(call):
-                    seconds = timed(run, gloo)
+                    seconds = timed(run, batch, gloo)
                     if repeat >= 0:
                         samples[side, repeat] = seconds
             dist.all_reduce(samples, dist.ReduceOp.MAX, group=gloo)

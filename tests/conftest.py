@@ -10,5 +10,8 @@ import torch.distributed.tensor.parallel  # noqa: F401
 
 from tests import harness
 
+if harness.BACKEND == "tpu":
+    import podring._register  # noqa: F401
+
 # A warning, not an error, if there is no such backend: each test then says so.
 dist.Backend._ensure_backend_registered(harness.BACKEND)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import shutil
 import socket
 import sys
@@ -98,9 +99,13 @@ def attempt(
     backend: str | None = None,
     env: Mapping[str, str] | None = None,
     rank_env: RankEnv | None = None,
+    stays: int | None = None,
 ) -> list[End]:
-    """As run(), but gives how each rank ended, whatever that was. Every rank gets the whole `timeout`."""
-    return _run(body, ranks, args, timeout, op_timeout, init, backend or BACKEND, env, rank_env, impatient=False)
+    """As run(), but gives how each rank ended, whatever that was. Every rank gets the whole `timeout`.
+
+    Only the one that `stays` is killed once the others have ended.
+    """
+    return _run(body, ranks, args, timeout, op_timeout, init, backend or BACKEND, env, rank_env, False, stays)
 
 
 def report(ends: Sequence[End]) -> str:
@@ -127,10 +132,12 @@ def _run(
     env: Mapping[str, str] | None,
     rank_env: RankEnv | None,
     impatient: bool,
+    stays: int | None = None,
 ) -> list[End]:
     directory = Path(tempfile.mkdtemp(prefix="podring-test-"))
     store = directory / "store"
     running: list[processes.Rank] = []
+    start = _Start()
 
     def rank_main(rank: int) -> Callable[[processes.Connection], None]:
         def main(pipe: processes.Connection) -> None:
@@ -138,6 +145,7 @@ def _run(
             os.environ.update(env or {})
             os.environ.update(rank_env(rank) if rank_env else {})
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), STORE_FILE=str(store))
+            start.wait()
             started = time.monotonic()
             try:
                 if init:
@@ -166,10 +174,13 @@ def _run(
     killed: set[int] = set()
     try:
         running = [processes.fork(rank_main(rank), directory / f"rank{rank}.log", timeout) for rank in range(ranks)]
+        start.give(ranks, deadline)
         while True:
             ended = [processes.collect(rank) for rank in running]
             if all(ended):
                 break
+            if stays is not None and all(end or number == stays for number, end in enumerate(ended)):
+                deadline = time.monotonic()
             if impatient and any(rank.failed for rank in running):
                 deadline = min(deadline, max(rank.ended for rank in running if rank.failed) + GRACE)
             if time.monotonic() >= deadline:
@@ -181,9 +192,46 @@ def _run(
             processes.wait_any(running, deadline)
         return [_end(number, rank, begin, number in killed) for number, rank in enumerate(running)]
     finally:
+        start.close()
         for rank in running:
             processes.kill(rank)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+class _Start:
+    """Lets the ranks begin together, once each of them runs: on a busy machine that may take seconds."""
+
+    def __init__(self) -> None:
+        self._ready, self._say_ready = os.pipe()
+        self._go, self._say_go = os.pipe()
+
+    def wait(self) -> None:
+        """In a rank: says that it runs, and returns when all do, or when there is nobody who would say so."""
+        os.close(self._ready)
+        os.close(self._say_go)
+        os.write(self._say_ready, b".")
+        os.read(self._go, 1)
+        os.close(self._say_ready)
+        os.close(self._go)
+
+    def give(self, ranks: int, deadline: float) -> None:
+        """In the parent, once all are forked."""
+        os.close(self._say_ready)
+        self._say_ready = -1
+        came = 0
+        while came < ranks and select.select([self._ready], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            said = len(os.read(self._ready, 4096))
+            if said == 0:
+                break
+            came += said
+        self.close()
+
+    def close(self) -> None:
+        """Closes what is open."""
+        for name, fd in list(vars(self).items()):
+            if fd >= 0:
+                os.close(fd)
+                setattr(self, name, -1)
 
 
 def _end(number: int, rank: processes.Rank, begin: float, killed: bool) -> End:

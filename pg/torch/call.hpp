@@ -201,7 +201,7 @@ class Call {
   // Whether `next` can be part of this launch.
   bool joins(const Call& next) const {
     return op_.kind == next.op_.kind && op_.root == next.op_.root && op_.timeout == next.op_.timeout &&
-           !next.parts_.empty();
+           device_ == next.device_ && !next.parts_.empty();
   }
   // `next` has handed on what is lent to it.
   void join(const Call& next) {
@@ -219,6 +219,9 @@ class Call {
     }
   }
 
+  // For an operation without tensors.
+  void runs_on_device() { device_ = c10::Device(c10::DeviceType::PrivateUse1, 0); }
+
   // Plain data that lives as long as this call and its tensors.
   PodringCollective collective(bool sync) {
     for (size_t i = 0; i < parts_.size(); ++i) {
@@ -232,7 +235,7 @@ class Call {
     collective.n_parts = static_cast<uint32_t>(parts_.size());
     collective.parts = parts_.data();
     collective.timeout_ms = op_.timeout.count();
-    collective.flags = sync ? PODRING_SYNC : 0;
+    collective.flags = (sync ? PODRING_SYNC : 0) | (device_ && device::is_tpu(*device_) ? PODRING_DEVICE : 0);
     return collective;
   }
 
@@ -293,6 +296,9 @@ class Call {
     }
     if (!tensor.device().is_cpu() && !device::is_tpu(tensor.device())) {
       refuse(PODRING_UNSUPPORTED, "expected a tensor on cpu or tpu, got one on ", tensor.device());
+    }
+    if (!tensor.device().is_cpu() && tensor.device().index() > 0) {
+      refuse(PODRING_INVALID, "expected a tensor on tpu:0, this process's one chip, got one on ", tensor.device());
     }
     if (!device_) device_ = tensor.device();
     if (tensor.device() != *device_) {

@@ -454,7 +454,10 @@ c10::intrusive_ptr<c10d::Work> TpuBackend::recvAnysource(TensorVector& tensors, 
 // Barriers.
 
 c10::intrusive_ptr<c10d::Work> TpuBackend::barrier(const c10d::BarrierOptions& opts) {
-  return run({PODRING_BARRIER, OpType::BARRIER, "barrier", opts.timeout, opts.asyncOp}, [](Call&) {});
+  return run({PODRING_BARRIER, OpType::BARRIER, "barrier", opts.timeout, opts.asyncOp}, [&](Call& call) {
+    // c10d hands on the indices of devices alone; a process has one device beside the CPU.
+    if (!opts.device_ids.empty()) call.runs_on_device();
+  });
 }
 
 void TpuBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {

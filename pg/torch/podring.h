@@ -124,6 +124,9 @@ enum PodringKind {
 
 // Bit of PodringCollective.flags: the caller waits for the work at once, so nobody else need be woken to drive it.
 #define PODRING_SYNC 1u
+// The tensors stand for tensors of a device: the group's device engine takes the operation, where there is one and it
+// has a program for it.
+#define PODRING_DEVICE 2u
 
 typedef struct PodringCollective {
   uint32_t kind;
@@ -132,7 +135,7 @@ typedef struct PodringCollective {
   uint32_t n_parts;    // several: a coalesced operation, one launch, all parts of the same kind
   const PodringPart* parts;
   int64_t timeout_ms;  // <= 0: the group's
-  uint32_t flags;      // PODRING_SYNC
+  uint32_t flags;      // PODRING_SYNC, PODRING_DEVICE
 } PodringCollective;
 
 // A buffer's memory.

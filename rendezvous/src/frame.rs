@@ -92,6 +92,7 @@ pub(crate) fn encode(message: &impl Message, out: &mut Vec<u8>) {
 // as (number << 3 | wire type); a test holds them against the generated code.
 
 const NUMBER: u64 = 1 << 3;
+const QUIET: u64 = 18 << 3;
 const AFTER: u64 = 19 << 3;
 const CALL_MULTI_GET: u64 = 10 << 3 | 2;
 const CALL_MULTI_SET: u64 = 11 << 3 | 2;
@@ -125,14 +126,23 @@ fn bytes_len<B: AsRef<[u8]>>(all: impl IntoIterator<Item = B>) -> usize {
     all.into_iter().map(one).map(|len| 1 + varint_len(len as u64) + len).sum()
 }
 
-/// Begins a frame with a message that has a number, how many quiet calls came before if any did, and one more field, of
-/// `inner` bytes.
-fn begin(number: u64, after: u64, field: u64, inner: usize, out: &mut Vec<u8>) {
+/// What a message says beside its one field with contents.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct About {
+    pub(crate) number: u64,
+    /// How many quiet calls came before.
+    pub(crate) after: u64,
+    pub(crate) quiet: bool,
+}
+
+/// Begins a frame with a message whose field has `inner` bytes.
+fn begin(About { number, after, quiet }: About, field: u64, inner: usize, out: &mut Vec<u8>) {
     out.clear();
     if out.capacity() > KEPT {
         *out = Vec::new();
     }
     let before = if after > 0 { varint_len(AFTER) + varint_len(after) } else { 0 };
+    let before = before + if quiet { varint_len(QUIET) + 1 } else { 0 };
     let length = 1 + varint_len(number) + before + 1 + varint_len(inner as u64) + inner;
     out.reserve(HEAD + length);
     out.extend_from_slice(&(length as u32).to_le_bytes());
@@ -142,20 +152,24 @@ fn begin(number: u64, after: u64, field: u64, inner: usize, out: &mut Vec<u8>) {
         varint(AFTER, out);
         varint(after, out);
     }
+    if quiet {
+        varint(QUIET, out);
+        varint(1, out);
+    }
     varint(field, out);
     varint(inner as u64, out);
 }
 
 /// A frame with a call of multi_set.
 pub(crate) fn multi_set<K: AsRef<str>, V: AsRef<[u8]>>(
-    (number, after): (u64, u64),
+    about: About,
     instance: u64,
     keys: &[K],
     values: &[V],
     out: &mut Vec<u8>,
 ) {
     let inner = 9 + bytes_len(keys.iter().map(|key| key.as_ref().as_bytes())) + bytes_len(values);
-    begin(number, after, CALL_MULTI_SET, inner, out);
+    begin(about, CALL_MULTI_SET, inner, out);
     varint(INSTANCE, out);
     out.extend_from_slice(&instance.to_le_bytes());
     keys.iter().for_each(|key| bytes(KEYS, key.as_ref().as_bytes(), out));
@@ -163,16 +177,10 @@ pub(crate) fn multi_set<K: AsRef<str>, V: AsRef<[u8]>>(
 }
 
 /// A frame with a call of multi_get.
-pub(crate) fn multi_get<K: AsRef<str>>(
-    (number, after): (u64, u64),
-    instance: u64,
-    keys: &[K],
-    timeout_ms: u32,
-    out: &mut Vec<u8>,
-) {
+pub(crate) fn multi_get<K: AsRef<str>>(about: About, instance: u64, keys: &[K], timeout_ms: u32, out: &mut Vec<u8>) {
     let timeout = u64::from(timeout_ms);
     let inner = 9 + bytes_len(keys.iter().map(|key| key.as_ref().as_bytes())) + 1 + varint_len(timeout);
-    begin(number, after, CALL_MULTI_GET, inner, out);
+    begin(about, CALL_MULTI_GET, inner, out);
     varint(INSTANCE, out);
     out.extend_from_slice(&instance.to_le_bytes());
     keys.iter().for_each(|key| bytes(KEYS, key.as_ref().as_bytes(), out));
@@ -183,7 +191,7 @@ pub(crate) fn multi_get<K: AsRef<str>>(
 /// A frame with the answer to multi_get.
 pub(crate) fn values<'a>(number: u64, values: impl Iterator<Item = &'a [u8]> + Clone, out: &mut Vec<u8>) {
     let inner = bytes_len(values.clone());
-    begin(number, 0, REPLY_VALUES, inner, out);
+    begin(About { number, ..About::default() }, REPLY_VALUES, inner, out);
     values.for_each(|value| bytes(EACH_VALUE, value, out));
 }
 
@@ -234,25 +242,25 @@ impl<'a> Fields<'a> {
         Ok(Some((tag, field)))
     }
 
-    /// Number, quiet calls before, and the one other field of a call or an answer, if that is the one wanted.
-    fn of(message: &'a [u8], wanted: u64) -> Option<(u64, u64, Fields<'a>)> {
-        let (mut fields, mut number, mut after, mut found) = (Fields(message), 0, 0, None);
+    /// A call or an answer, if its field with contents is the one wanted.
+    fn of(message: &'a [u8], wanted: u64) -> Option<(About, Fields<'a>)> {
+        let (mut fields, mut about, mut found) = (Fields(message), About::default(), None);
         while let Some((tag, field)) = fields.field().ok()? {
             match (tag, field) {
-                (NUMBER, Field::Number(value)) => number = value,
-                (AFTER, Field::Number(value)) => after = value,
+                (NUMBER, Field::Number(value)) => about.number = value,
+                (AFTER, Field::Number(value)) => about.after = value,
+                (QUIET, Field::Number(value)) => about.quiet = value != 0,
                 (tag, Field::Bytes(inner)) if tag == wanted && found.is_none() => found = Some(Fields(inner)),
                 _ => return None,
             }
         }
-        Some((number, after, found?))
+        Some((about, found?))
     }
 }
 
 /// A call of many keys, not copied out of its frame.
 pub(crate) struct Many<'a> {
-    pub(crate) number: u64,
-    pub(crate) after: u64,
+    pub(crate) about: About,
     pub(crate) instance: u64,
     pub(crate) keys: Vec<&'a str>,
     /// Of multi_set.
@@ -264,8 +272,8 @@ impl<'a> Many<'a> {
     pub(crate) fn read(message: &'a [u8]) -> Option<Many<'a>> {
         let set = Fields::of(message, CALL_MULTI_SET);
         let is_set = set.is_some();
-        let (number, after, mut fields) = set.or_else(|| Fields::of(message, CALL_MULTI_GET))?;
-        let mut many = Many { number, after, instance: 0, keys: Vec::new(), values: is_set.then(Vec::new) };
+        let (about, mut fields) = set.or_else(|| Fields::of(message, CALL_MULTI_GET))?;
+        let mut many = Many { about, instance: 0, keys: Vec::new(), values: is_set.then(Vec::new) };
         while let Some((tag, field)) = fields.field().ok()? {
             match (tag, field, &mut many.values) {
                 (INSTANCE, Field::Fixed(instance), _) => many.instance = instance,
@@ -281,7 +289,7 @@ impl<'a> Many<'a> {
 
 /// The values of an answer to multi_get, not copied out of their frame. `None` for any other answer.
 pub(crate) fn read_values(message: &[u8]) -> Option<(u64, Vec<&[u8]>)> {
-    let (number, _, mut fields) = Fields::of(message, REPLY_VALUES)?;
+    let (About { number, .. }, mut fields) = Fields::of(message, REPLY_VALUES)?;
     let mut values = Vec::new();
     while let Some(field) = fields.field().ok()? {
         match field {
@@ -337,6 +345,7 @@ mod tests {
         fn many_keys_are_written_and_read_as_generated(
             number in any::<u64>(),
             after in any::<u64>(),
+            quiet in any::<bool>(),
             instance in any::<u64>(),
             timeout_ms in any::<u32>(),
             pairs in proptest::collection::vec(("[a-zé]{0,200}", proptest::collection::vec(any::<u8>(), 0..200)), 0..20),
@@ -345,19 +354,20 @@ mod tests {
             use pb::store_reply::Reply;
             let (keys, all): (Vec<String>, Vec<Vec<u8>>) = pairs.into_iter().unzip();
             let mut out = Vec::new();
-            multi_set((number, after), instance, &keys, &all, &mut out);
+            let about = About { number, after, quiet };
+            multi_set(about, instance, &keys, &all, &mut out);
             prop_assert_eq!(out.len() - HEAD, u32::from_le_bytes(out[..HEAD].try_into().unwrap()) as usize);
             let request = pb::MultiSetRequest { instance, keys: keys.clone(), values: all.clone() };
-            let expected = pb::StoreCall { number, after, quiet: false, call: Some(Call::MultiSet(request)) };
+            let expected = pb::StoreCall { number, after, quiet, call: Some(Call::MultiSet(request)) };
             prop_assert_eq!(pb::StoreCall::decode(&out[HEAD..]).unwrap(), expected.clone());
             let generated = expected.encode_to_vec();
             for message in [&out[HEAD..], &generated[..]] {
                 let many = Many::read(message).unwrap();
-                prop_assert_eq!((many.number, many.after, many.instance), (number, after, instance));
+                prop_assert_eq!((many.about, many.instance), (about, instance));
                 prop_assert_eq!(many.keys, keys.clone());
                 prop_assert_eq!(many.values.unwrap(), all.clone());
             }
-            multi_get((number, after), instance, &keys, timeout_ms, &mut out);
+            multi_get(About { quiet: false, ..about }, instance, &keys, timeout_ms, &mut out);
             let request = pb::MultiGetRequest { instance, keys: keys.clone(), timeout_ms };
             let expected = pb::StoreCall { number, after, quiet: false, call: Some(Call::MultiGet(request)) };
             prop_assert_eq!(pb::StoreCall::decode(&out[HEAD..]).unwrap(), expected.clone());
@@ -376,12 +386,12 @@ mod tests {
         fn garbage_in_a_frame(bytes in proptest::collection::vec(any::<u8>(), 0..200), cut in 0usize..60) {
             let _ = (Many::read(&bytes), read_values(&bytes));
             let mut out = Vec::new();
-            multi_set((7, 3), 9, &["a", "bc"], &[&b"1"[..], b"22"], &mut out);
+            multi_set(About { number: 7, after: 3, quiet: true }, 9, &["a", "bc"], &[&b"1"[..], b"22"], &mut out);
             let message = &out[HEAD..];
             let torn = &message[..cut.min(message.len())];
             if let Some(many) = Many::read(torn) {
                 let read = pb::StoreCall::decode(torn).unwrap();
-                prop_assert_eq!(many.number, read.number);
+                prop_assert_eq!(many.about.number, read.number);
             }
         }
 

@@ -4,6 +4,7 @@
 //! ranks' side, blocking. Both run on one small runtime of the process's own. [`host`] lets the ranks of a host share one
 //! session; [`bootstrap`] is how a rank finds its coordinator.
 
+mod board;
 pub mod bootstrap;
 pub mod coordinator;
 pub mod decide;

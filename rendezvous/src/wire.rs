@@ -14,7 +14,7 @@ use crate::decide::roster::{About, AgentId, Announcement, Event, Failure, Host, 
 use crate::refusal::{Late, Lost, RankAt, Refusal};
 
 /// The protocol's version. See podring.proto.
-pub(crate) const VERSION: &str = "1.1";
+pub(crate) const VERSION: &str = "1.2";
 /// The metadata entry that carries it.
 pub(crate) const VERSION_KEY: &str = "podring-version";
 /// Refusals travel in a header, whose size is bounded: so many missing ranks at most.
@@ -278,7 +278,7 @@ mod tests {
         let second = Duration::from_secs(1);
         for sent in [
             Refusal::Token { given: true },
-            Refusal::Version { yours: text(), ours: "1.1".into() },
+            Refusal::Version { yours: text(), ours: VERSION.into() },
             Refusal::Twin { rank: 3, holder: text(), second: "y".into() },
             Refusal::SizesDiffer { yours: 1, theirs: 2, host: text() },
             Refusal::Stale { yours: 1, current: 2 },

@@ -482,7 +482,7 @@ fn an_incompatible_major_is_a_named_refusal() {
             assert_eq!(answer.is_ok(), fine, "{version}");
             if let Err(status) = answer {
                 let why = Refusal::decode(status.details()).unwrap().why;
-                assert!(matches!(why, Some(Why::Version(bad)) if bad.yours == version && bad.ours == "1.1"));
+                assert!(matches!(why, Some(Why::Version(bad)) if bad.yours == version && bad.ours == "1.2"));
             }
         }
     });

@@ -218,4 +218,154 @@ fn a_refused_set_is_told_with_the_next_answer() {
     assert!(matches!(error.refusal(), Some(Refusal::TooMuch { limit: 1, .. })), "{error}");
     assert_eq!(store.get("a", SOON).unwrap(), b"");
     assert!(!store.check(&["b".to_owned()]).unwrap());
+    // And of a multi_set, of which nothing is done then.
+    store.multi_set(&["a", "b"], &[b"1", b"2"]).unwrap();
+    let error = store.get("a", SOON).unwrap_err();
+    assert!(matches!(error.refusal(), Some(Refusal::TooMuch { limit: 1, .. })), "{error}");
+    assert_eq!(store.get("a", SOON).unwrap(), b"");
+    // One that can't be in order is told at once.
+    assert!(store.multi_set(&["a", "b"], &[b"1"]).unwrap_err().refusal().is_some());
+    let long = "k".repeat(5000);
+    assert!(matches!(store.multi_set(&[long], &[b"1"]).unwrap_err().refusal(), Some(Refusal::TooMuch { .. })));
+}
+
+#[test]
+fn many_keys_are_there_before_what_follows_them() {
+    let coordinator = coordinator(false);
+    let store = Store::connect(&access(&coordinator)).unwrap();
+    let keys: Vec<String> = (0..64).map(|key| format!("k{key}")).collect();
+    thread::scope(|scope| {
+        // Another connection, with calls of every kind.
+        let (say, said) = mpsc::channel::<u32>();
+        let looks = scope.spawn(|| {
+            for number in said {
+                let expected = vec![number.to_string().into_bytes(); 64];
+                assert_eq!(store.multi_get(&keys, SOON).unwrap(), expected);
+                assert_eq!(store.get("k63", SOON).unwrap(), expected[0]);
+                store.set("seen", &expected[0]).unwrap();
+            }
+        });
+        for number in 0..200 {
+            store.multi_set(&keys, &vec![number.to_string(); 64]).unwrap();
+            say.send(number).unwrap();
+            while store.get("seen", SOON).unwrap() != number.to_string().into_bytes() {
+                thread::yield_now();
+            }
+        }
+        drop(say);
+        looks.join().unwrap();
+    });
+}
+
+/// On the coordinator's own host a wait for one key is no call: nobody waits at the coordinator.
+#[test]
+fn a_wait_on_this_host_is_no_call() {
+    let coordinator = coordinator(true);
+    let access = Access { token: Some(Token::new(TOKEN).unwrap()), ..access(&coordinator) };
+    let (store, other) = (Store::connect(&access).unwrap(), Store::connect(&access).unwrap());
+    other.set("before", b"").unwrap();
+    other.get("before", SOON).unwrap();
+    store.wait(&["before"], SOON).unwrap();
+    thread::scope(|scope| {
+        let waits: Vec<_> = (0..4).map(|_| scope.spawn(|| store.wait(&["late"], SOON))).collect();
+        let pushed = scope.spawn(|| store.wait(&["queue"], SOON));
+        let several = scope.spawn(|| store.wait(&["late", "later"], SOON));
+        while other.status().unwrap().waiting == 0 {
+            thread::yield_now();
+        }
+        thread::sleep(Duration::from_millis(50));
+        // Only the one for two keys.
+        assert_eq!(other.status().unwrap().waiting, 1);
+        other.set("late", b"v").unwrap();
+        other.queue_push("queue", b"v").unwrap();
+        other.set("later", b"v").unwrap();
+        waits.into_iter().for_each(|wait| wait.join().unwrap().unwrap());
+        pushed.join().unwrap().unwrap();
+        several.join().unwrap().unwrap();
+    });
+    // What is gone is waited for, and named after the time.
+    assert!(other.delete("late").unwrap() && other.queue_pop("queue", SOON).is_ok());
+    for key in ["late", "queue", "never"] {
+        let (began, limit) = (Instant::now(), Duration::from_millis(150));
+        let error = store.wait(&[key], limit).unwrap_err();
+        assert!((limit..SOON).contains(&began.elapsed()), "{:?}", began.elapsed());
+        let Some(Refusal::KeysMissing { keys, waited }) = error.refusal() else { panic!("{error}") };
+        assert!(keys[..] == [key] && *waited >= limit, "{error}");
+    }
+}
+
+/// Every set wakes whoever waits for it, and whoever has seen a key finds it.
+#[test]
+fn waits_on_this_host_play_ping_pong() {
+    let coordinator = coordinator(false);
+    let access = access(&coordinator);
+    thread::scope(|scope| {
+        for side in 0..4 {
+            let store = Store::connect(&access).unwrap();
+            scope.spawn(move || {
+                for round in 0..500 {
+                    let key = |side: i32| format!("{round}/{}", side % 4);
+                    if side == 0 {
+                        store.set(&key(0), b"v").unwrap();
+                    }
+                    store.wait(&[key(side + 3)], SOON).unwrap();
+                    assert_eq!(store.get(&key(side + 3), Duration::ZERO).unwrap(), b"v");
+                    if side != 0 {
+                        store.set(&key(side), b"v").unwrap();
+                    }
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_wait_on_this_host_ends_with_the_coordinator_and_when_asked_to() {
+    let first = coordinator(false);
+    let store = Store::connect(&access(&first)).unwrap();
+    let stop = Arc::new(AtomicBool::new(false));
+    let asked = {
+        let stop = Arc::clone(&stop);
+        store.patient(SOON, Some(Arc::new(move || stop.load(Ordering::Relaxed))))
+    };
+    thread::scope(|scope| {
+        let (waits, asked) =
+            (scope.spawn(|| store.wait(&["never"], SOON)), scope.spawn(|| asked.wait(&["never"], SOON)));
+        thread::sleep(Duration::from_millis(50));
+        stop.store(true, Ordering::Relaxed);
+        assert_eq!(asked.join().unwrap(), Err(Error::Interrupted { call: "wait" }));
+        let began = Instant::now();
+        first.stop();
+        assert!(matches!(waits.join().unwrap(), Err(Error::CoordinatorLost { .. })));
+        assert!(began.elapsed() < SOON / 2);
+    });
+    // Not even for a key that the board still shows.
+    let lost = store.patient(Duration::from_millis(300), None).wait(&["never"], Duration::from_millis(300));
+    assert!(matches!(lost, Err(Error::CoordinatorLost { .. })), "{lost:?}");
+}
+
+/// The next life of a coordinator with a state directory shows what the last one had.
+#[test]
+fn the_next_life_has_a_board_of_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = Config { silence: SILENCE, state_dir: Some(dir.path().to_owned()), ..Config::default() };
+    let first = Coordinator::start(config.clone()).unwrap();
+    let store = Store::connect(&access(&first)).unwrap();
+    let address = first.addresses()[0];
+    store.set("kept", b"v").unwrap();
+    store.wait(&["kept"], SOON).unwrap();
+    // Answered, so that it is known to be done.
+    assert_eq!(store.get("kept", SOON).unwrap(), b"v");
+    first.stop();
+    let second = Coordinator::start(Config { bind: vec![address], ..config }).unwrap();
+    let other = Store::connect(&access(&second)).unwrap();
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| {
+            store.wait(&["kept"], SOON)?;
+            store.wait(&["new"], SOON)
+        });
+        thread::sleep(Duration::from_millis(50));
+        other.set("new", b"v").unwrap();
+        waits.join().unwrap().unwrap();
+    });
 }

@@ -24,7 +24,9 @@ torch.set_num_threads(1)
 torch.manual_seed(1)
 inputs, targets = torch.randn(SAMPLES, 4), torch.randn(SAMPLES, 1)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+# SGD with momentum, as torch.optim's, which would import torch._dynamo: seconds for each life of each worker.
+LR, MOMENTUM = 0.1, 0.5
+momenta = [torch.zeros_like(parameter) for parameter in model.parameters()]
 checkpoint = directory / "checkpoint.pt"
 # What rank 0 sees goes for all: the file may change between two looks.
 begun = [torch.load(checkpoint, weights_only=True) if rank == 0 and checkpoint.exists() else None]
@@ -33,7 +35,7 @@ step = 0
 if begun[0] is not None:
     step = begun[0]["step"]
     model.load_state_dict(begun[0]["model"])
-    optimizer.load_state_dict(begun[0]["optimizer"])
+    momenta = begun[0]["momenta"]
 base = dist.distributed_c10d._get_default_store()
 while isinstance(base, dist.PrefixStore):
     base = base.underlying_store
@@ -41,18 +43,20 @@ with open(directory / "lives", "a") as lives:
     lives.write(f"{agent} {rank} {world_size} {step} {type(base).__module__}.{type(base).__qualname__}\n")
 
 while step < STEPS:
-    optimizer.zero_grad()
+    model.zero_grad()
     loss = ((model(inputs[rank::world_size]) - targets[rank::world_size]) ** 2).sum() / SAMPLES
     loss.backward()
     for parameter in model.parameters():
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad)
-    optimizer.step()
+    with torch.no_grad():
+        for parameter, momentum in zip(model.parameters(), momenta, strict=True):
+            assert parameter.grad is not None
+            momentum.mul_(MOMENTUM).add_(parameter.grad)
+            parameter.sub_(LR * momentum)
     step += 1
     if rank == 0:
-        torch.save(
-            {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, directory / "writing"
-        )
+        torch.save({"step": step, "model": model.state_dict(), "momenta": momenta}, directory / "writing")
         os.replace(directory / "writing", checkpoint)
     while True:
         # What rank 0 sees goes for all; a rank that dies meanwhile is noticed.

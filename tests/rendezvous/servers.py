@@ -6,14 +6,16 @@ The server is a forked child, so that the test's own process starts no thread: o
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import functools
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import podring
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from podring.store import Credentials
 
 from tests import processes
 
+T = TypeVar("T")
 AnyStore: TypeAlias = Any
 """A store: torch's annotations lack half of its methods."""
 HOST = "127.0.0.1"
@@ -55,7 +58,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(kind: str, token: str = "", port: int = 0) -> Iterator[Server]:
+def server(kind: str, token: str = "", port: int = 0, credentials: Credentials | None = None) -> Iterator[Server]:
     """A server that ends with the block."""
 
     def main(pipe: processes.Connection) -> None:
@@ -63,7 +66,7 @@ def server(kind: str, token: str = "", port: int = 0) -> Iterator[Server]:
         if kind == "tcp":
             store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False)
         else:
-            store = podring.Store(HOST, port, is_master=True, token=token, credentials=Credentials())
+            store = podring.Store(HOST, port, is_master=True, token=token, credentials=credentials or Credentials())
         pipe.send(store.port)
         with contextlib.suppress(EOFError):
             pipe.recv()
@@ -98,3 +101,19 @@ def end(process: processes.Rank, timeout: float = 30.0) -> Any:
         with contextlib.suppress(OSError):
             os.unlink(process.log)
             os.rmdir(process.log.parent)
+
+
+def side_by_side(bodies: Mapping[str, Callable[[], T]], timeout: float = 60.0) -> dict[str, T]:
+    """What each body returned. All run at once, each in a process of its own: jobs that mostly wait."""
+
+    def alone(body: Callable[[], T]) -> T:
+        # Its thread isn't in what the body forks, which would wait for it.
+        faulthandler.cancel_dump_traceback_later()
+        return body()
+
+    running = {name: run(functools.partial(alone, body), timeout) for name, body in bodies.items()}
+    try:
+        return {name: end(process, timeout) for name, process in running.items()}
+    finally:
+        for process in running.values():
+            processes.kill(process)

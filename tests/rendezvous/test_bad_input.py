@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from tests import harness
 from tests.harness import End, attempt, report, run
+from tests.rendezvous import servers
 from tests.rendezvous.coordinator import certificates, coordinator
 from tests.rendezvous.test_world import ALONE, ONE, QUICK, join, total
 
@@ -48,10 +50,16 @@ def ends(layout: str, env: Mapping[str, str], ranks: int = 3, rank_env: harness.
     return attempt(joined, ranks, init=False, timeout=25, env={**QUICK, **env}, rank_env=both)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_coordinator_absent(layout: str) -> None:
+def in_layouts(job: Callable[[str], list[End]]) -> list[tuple[str, list[End]]]:
+    """How the ranks of a job ended, in each layout: most of the time they wait, so all at once."""
+    jobs = {layout: functools.partial(job, layout) for layout in LAYOUTS}
+    return list(servers.side_by_side(jobs).items())
+
+
+def test_coordinator_absent() -> None:
     address = f"127.0.0.1:{harness.free_port()}"
-    refused(ends(layout, {"PODRING_COORDINATOR": address}), address, "refused", kind="DistNetworkError")
+    for _, three in in_layouts(lambda layout: ends(layout, {"PODRING_COORDINATOR": address})):
+        refused(three, address, "refused", kind="DistNetworkError")
 
 
 @contextmanager
@@ -165,19 +173,21 @@ def test_certificates(tmp_path: Path) -> None:
     refused(ends("one host", {"PODRING_TLS_CERT": str(cert)}, ranks=2), "PODRING_TLS_KEY", kind="ValueError")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rank_that_never_comes(layout: str) -> None:
+def test_rank_that_never_comes() -> None:
     """Named on every other rank; with its host, where the launcher tells."""
 
     def body() -> None:
         if os.environ["RANK"] != "2":
             joined()
 
-    extra = {"LOCAL_WORLD_SIZE": "4"} if layout == "one host" else {}
-    four = attempt(body, 4, init=False, timeout=25, env={**QUICK, **extra}, rank_env=LAYOUTS[layout])
-    refused([four[0], four[1], four[3]], "rank 2", kind="DistBackendError")
-    if layout == "one host":
-        refused([four[0], four[1], four[3]], f"rank 2 on {socket.gethostname()}")
+    def job(layout: str) -> list[End]:
+        extra = {"LOCAL_WORLD_SIZE": "4"} if layout == "one host" else {}
+        return attempt(body, 4, init=False, timeout=25, env={**QUICK, **extra}, rank_env=LAYOUTS[layout])
+
+    for layout, four in in_layouts(job):
+        refused([four[0], four[1], four[3]], "rank 2", kind="DistBackendError")
+        if layout == "one host":
+            refused([four[0], four[1], four[3]], f"rank 2 on {socket.gethostname()}")
 
 
 def test_rank_0_that_never_comes() -> None:
@@ -189,8 +199,7 @@ def test_rank_0_that_never_comes() -> None:
     refused(three[1:], "rank 0 on head-node", kind="DistBackendError")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_with_one_number(layout: str) -> None:
+def test_two_ranks_with_one_number() -> None:
     """Rank 2 believes that it is rank 1."""
 
     def body() -> None:
@@ -201,12 +210,14 @@ def test_two_ranks_with_one_number(layout: str) -> None:
             harness.BACKEND, store=store, rank=min(rank, 1), world_size=3, timeout=timedelta(seconds=SECONDS)
         )
 
-    three = attempt(body, 3, init=False, timeout=25, env=QUICK, rank_env=LAYOUTS[layout])
-    refused(three, "rank 1 announced twice")
+    def job(layout: str) -> list[End]:
+        return attempt(body, 3, init=False, timeout=25, env=QUICK, rank_env=LAYOUTS[layout])
+
+    for _, three in in_layouts(job):
+        refused(three, "rank 1 announced twice")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_differing_world_sizes(layout: str) -> None:
+def test_differing_world_sizes() -> None:
     """Rank 1 believes in four ranks, the others in three."""
 
     def body() -> None:
@@ -217,7 +228,11 @@ def test_differing_world_sizes(layout: str) -> None:
             harness.BACKEND, store=store, rank=rank, world_size=int(size), timeout=timedelta(seconds=SECONDS)
         )
 
-    refused(attempt(body, 3, init=False, timeout=25, env=QUICK, rank_env=LAYOUTS[layout]), "4", "3")
+    def job(layout: str) -> list[End]:
+        return attempt(body, 3, init=False, timeout=25, env=QUICK, rank_env=LAYOUTS[layout])
+
+    for _, three in in_layouts(job):
+        refused(three, "4", "3")
 
 
 def test_rank_of_an_earlier_epoch() -> None:

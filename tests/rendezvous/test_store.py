@@ -25,6 +25,7 @@ from podring.store import Credentials
 
 from tests import processes
 from tests.rendezvous import servers
+from tests.rendezvous.coordinator import certificates
 from tests.rendezvous.servers import HOST, AnyStore, Server, server
 
 KINDS = ["tcp", "podring", "tcp-prefix", "podring-prefix"]
@@ -506,6 +507,38 @@ def test_only_those_with_the_token_come_in() -> None:
                         answer += piece
                 assert b"v" not in answer.replace(b"given", b"") and len(answer) < 100
         assert store.get("secret") == b"v"
+
+
+def test_over_mutual_tls(tmp_path: Path) -> None:
+    """With certificates and no token: calls of every kind, a wait that another process ends, and none of others'."""
+
+    def credentials(authority: str) -> Credentials:
+        cert, key, ca = certificates(tmp_path, authority)
+        return Credentials(tls_ca=str(ca), tls_cert=str(cert), tls_key=str(key))
+
+    right, wrong = credentials("ours"), credentials("theirs")
+
+    def client(known: Credentials, seconds: float = 10) -> AnyStore:
+        return podring.Store(HOST, one.port, timeout=timedelta(seconds=seconds), credentials=known)
+
+    with server("podring", credentials=right) as one:
+        store = client(right)
+        keys, values = ["a", "b"], [b"1", bytes(range(256)) * 1000]
+        store.multi_set(keys, values)
+        assert store.multi_get(keys) == values and store.check(keys) and store.num_keys() == 2
+        assert store.add("n", 2) == 2 and store.compare_set("n", "2", "3") == b"3"
+        store.append("a", "2")
+        assert dist.PrefixStore("p", store.clone()).num_keys() == 3 and store.get("a") == b"12"
+        store.queue_push("q", "v")
+        assert store.queue_pop("q") == b"v" and store.delete_key("b") and not store.check(["b"])
+        assert "lacking" in fails(dist.DistStoreError, lambda: store.wait(["lacking"], SHORT), SLACK)
+        setter = servers.run(lambda: client(right).set("late", "value"))
+        store.wait(["late"])
+        assert store.get("late") == b"value"
+        servers.end(setter)
+        for known in (wrong, Credentials(), Credentials(token=TOKEN)):
+            fails(dist.DistNetworkError, lambda known=known: client(known, 3), 3 + SLACK)
+        assert store.get("n") == b"3"
 
 
 def test_a_master_needs_its_port(ours: Server) -> None:

@@ -26,11 +26,12 @@ def rendezvous(url: str, seconds: float = 5) -> tuple[AnyStore, int, int]:
     return next(torchs_rendezvous(url, timeout=timedelta(seconds=seconds)))
 
 
-@pytest.mark.parametrize("how", ["", "query", "arguments"])
-def test_a_job_forms_with_nothing_of_ours_imported(how: str) -> None:
-    url = f"tpu://{HOST}:{harness.free_port()}"
-    for rank, ended in enumerate(harness.run_job("tpu_url.py", 2, url, *[how] * bool(how))):
-        assert ended.code == 0 and f"rank {rank} of 2: right" in ended.output, ended.output
+def test_jobs_form_with_nothing_of_ours_imported() -> None:
+    """Rank and world size from the environment, the query, the arguments."""
+    urls = [f"tpu://{HOST}:{harness.free_port()}" for _ in range(3)]
+    for rank, ended in enumerate(harness.run_job("tpu_url.py", 2, *urls)):
+        for how in ("environment", "query", "arguments"):
+            assert ended.code == 0 and f"rank {rank} of 2, {how}: right" in ended.output, ended.output
 
 
 def test_other_backends_over_it() -> None:
@@ -145,28 +146,47 @@ def test_beyond_this_host_with_a_token(tmp_path: Path) -> None:
     assert serves and "no token given" in text
 
 
-def test_import_torch_stays_light() -> None:
-    """The hook makes the scheme known and loads neither the core nor anything of torch's that wasn't."""
-    program = (
+def test_import_torch_stays_light(tmp_path: Path) -> None:
+    """The hook makes scheme and backend known, and loads neither the core nor anything of torch's that wasn't."""
+    hooked = (
         "import torch, sys; r = sys.modules['torch.distributed.rendezvous'];"
         "assert 'tpu' in r._rendezvous_handlers;"
         "assert 'podring._core' not in sys.modules and 'podring_torch' not in sys.modules;"
+        "assert torch.distributed.Backend.backend_capability['tpu'] == ['cpu'];"
         "import podring; assert podring.__version__; print('light')"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.strip() == "light", done.stderr
     # Without torch's hooks it can be had by hand.
-    program = (
+    by_hand = (
         "import torch, sys, podring.rendezvous; r = sys.modules['torch.distributed.rendezvous'];"
         "assert 'tpu' not in r._rendezvous_handlers; podring.rendezvous.register();"
-        "print('tpu' in r._rendezvous_handlers)"
+        "assert 'tpu' in r._rendezvous_handlers;"
+        "backend = torch.distributed.Backend; assert 'TPU' not in backend._plugins;"
+        "assert torch.distributed.is_backend_available('tpu'); print('by hand')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    # Beside torch_tpu it is looked for when it is asked for.
+    beside = (
+        "import torch; backend = torch.distributed.Backend; assert 'TPU' not in backend._plugins;"
+        "assert torch.distributed.is_backend_available('tpu'); print('beside')"
     )
-    assert done.stdout.strip() == "True", done.stderr
+    (tmp_path / "torch_tpu").mkdir()
+    (tmp_path / "torch_tpu" / "__init__.py").touch()
+    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    theirs = {"PYTHONPATH": str(tmp_path)}
+    programs: list[tuple[str, str, dict[str, str]]] = [
+        (hooked, "light", {}),
+        (by_hand, "by hand", off),
+        (beside, "beside", theirs),
+    ]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **env},
+        )
+        for program, _, env in programs
+    ]
+    for process, (_, says, _) in zip(running, programs, strict=True):
+        out, err = process.communicate(timeout=60)
+        assert out.strip() == says, err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from tests import harness
 from tests.harness import End, attempt, report, run
+from tests.rendezvous import servers
 from tests.rendezvous.coordinator import Coordinator, coordinator
 
 QUICK = {"PODRING_SILENCE_MS": "1000"}
@@ -103,20 +105,23 @@ def killed(victim: int, rank_env: harness.RankEnv, how: int = signal.SIGKILL, ra
         time.sleep(2.5 if how == signal.SIGSTOP else 1.0)
         return total()
 
-    # One that is stopped stays until the bound.
-    ends = attempt(body, ranks, op_timeout=30, timeout=9 if how == signal.SIGSTOP else 20, env=QUICK, rank_env=rank_env)
+    stays = victim if how == signal.SIGSTOP else None
+    timeout = 20 if stays is None else 9
+    ends = attempt(body, ranks, op_timeout=30, timeout=timeout, env=QUICK, rank_env=rank_env, stays=stays)
     return [end for end in ends if end.rank != victim]
 
 
 @pytest.mark.parametrize("victim", range(4))
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_death_is_told_by_name(victim: int, layout: str) -> None:
-    """Of a rank, an agent's rank, rank 0 with the coordinator."""
-    ends = killed(victim, LAYOUTS[layout])
-    for end in ends:
-        assert end.error is not None and end.error.is_a("DistBackendError"), report(ends)
-        assert re.search(rf"lost rank {victim} on host \S+: \S+", end.error.message), report(ends)
-        assert end.seconds < SOON, report(ends)
+def test_death_is_told_by_name(victim: int) -> None:
+    """Of a rank, an agent's rank, rank 0 with the coordinator; in every layout."""
+    jobs = {layout: functools.partial(killed, victim, rank_env) for layout, rank_env in LAYOUTS.items()}
+    for layout, ends in servers.side_by_side(jobs).items():
+        assert len(ends) == 3
+        for end in ends:
+            assert end.error is not None and end.error.is_a("DistBackendError"), layout + report(ends)
+            named = rf"lost rank {victim} on host \S+: \S+"
+            assert re.search(named, end.error.message), layout + report(ends)
+            assert end.seconds < SOON, layout + report(ends)
 
 
 def test_silence_is_told_by_name() -> None:

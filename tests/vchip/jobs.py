@@ -18,6 +18,9 @@ from tests.processes import Program, run_program
 ROOT = Path(__file__).resolve().parents[2]
 SCENARIOS = ROOT / "tests/vchip/scenarios.py"
 LIMIT = 240.0
+ALL = bool(os.environ.get("PODRING_VCHIP_ALL"))
+"""`make vchip` runs everything; without this the few that prove most, in some two minutes."""
+thorough = pytest.mark.skipif(not ALL, reason="make vchip runs it (PODRING_VCHIP_ALL=1)")
 
 
 @functools.cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import sys
 import textwrap
 import time
 from importlib.util import find_spec
@@ -69,6 +71,17 @@ def test_what_cannot_be_is_refused_before_anything_starts(words: list[str], expe
     assert time.monotonic() - begin < 20
 
 
+@jobs.thorough
+def test_the_demo_trains_on_four_chips(tmp_path: Path) -> None:
+    example = jobs.ROOT / "examples/train.py"
+    program = jobs.podring("run", "--slice", "v5e:2x2", str(example), "--steps", "24", "--out", str(tmp_path))
+    assert program.code == 0, program.output[-6000:]
+    assert "tpu on tpu: {'dp': 2, 'tp': 2} mesh" in program.output, program.output[-6000:]
+    losses = json.loads((tmp_path / "loss.json").read_text())
+    assert len(losses) == 24 and losses[-1] < 0.6 * losses[0], losses
+
+
+@jobs.thorough
 def test_one_module_under_both_names_and_errors_are_raised_late(tmp_path: Path) -> None:
     code, output = alone(
         tmp_path,
@@ -95,8 +108,16 @@ def test_one_module_under_both_names_and_errors_are_raised_late(tmp_path: Path) 
     ("env", "expected"),
     [
         ({"PODRING_SLICE": "v5e:3x7"}, "PODRING_SLICE=v5e:3x7"),
-        ({"PODRING_SLICE": "v5e:2x2", "RANK": "4", "WORLD_SIZE": "8"}, "the slice v5e:2x2 has 4 devices"),
-        ({"PODRING_SLICE": "v5e:2x2", "TPU_LIBRARY_PATH": LIBTPU}, "set TPU_LIBRARY_PATH to the latter"),
+        pytest.param(
+            {"PODRING_SLICE": "v5e:2x2", "RANK": "4", "WORLD_SIZE": "8"},
+            "the slice v5e:2x2 has 4 devices",
+            marks=jobs.thorough,
+        ),
+        pytest.param(
+            {"PODRING_SLICE": "v5e:2x2", "TPU_LIBRARY_PATH": LIBTPU},
+            "set TPU_LIBRARY_PATH to the latter",
+            marks=jobs.thorough,
+        ),
     ],
 )
 def test_import_torch_never_fails(tmp_path: Path, env: dict[str, str], expected: str) -> None:
@@ -116,6 +137,7 @@ def test_import_torch_never_fails(tmp_path: Path, env: dict[str, str], expected:
     assert "IMPORTED" in output and "RAISED" in output and expected in output, output[-4000:]
 
 
+@jobs.thorough
 def test_without_autoload_cpu_works_and_says_why(tmp_path: Path) -> None:
     code, output = alone(
         tmp_path,
@@ -137,14 +159,63 @@ def test_without_autoload_cpu_works_and_says_why(tmp_path: Path) -> None:
     assert code == 0 and "FINE [1.0, 1.0, 1.0]" in output, output[-4000:]
 
 
-def test_unknown_torch_tpu_is_staged_with_one_warning(tmp_path: Path) -> None:
+@jobs.thorough
+@pytest.mark.parametrize("words", ['torch.ones(1, device="tpu")', 'torch.nn.Linear(2, 2).to("tpu")', "torch.tpu"])
+def test_without_autoload_an_error_says_why(tmp_path: Path, words: str) -> None:
+    env = {"PODRING_SLICE": "v5e:2x2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    code, output = alone(tmp_path, f"import torch\n{words}", **env)
+    assert code == 1 and "podring: PODRING_SLICE is set, but TORCH_DEVICE_BACKEND_AUTOLOAD=0" in output, output[-4000:]
+    # Other errors are no business of it.
+    code, output = alone(tmp_path, "import torch\ntorch.ones(2) @ torch.ones(3)", **env)
+    assert code == 1 and "podring" not in output, output[-4000:]
+
+
+@pytest.mark.skipif(find_spec("torch_tpu") is not None, reason="torch_tpu is installed where the tests run")
+def test_without_torch_tpu_the_error_names_it(tmp_path: Path) -> None:
+    text = """
+        import torch, torch.distributed as dist
+        try:
+            dist.init_process_group("tpu", store=dist.HashStore(), rank=0, world_size=1)
+        except RuntimeError as error:
+            print("RAISED", error)
+        """
+    env = jobs.environment(PODRING_SLICE="v5e:2x2")
+    program = run_program([sys.executable, script(tmp_path, text)], 90.0, env, cwd=tmp_path)
+    assert program.code == 0, program.output[-4000:]
+    assert "needs the package torch_tpu, which is not installed" in program.output, program.output[-4000:]
+
+
+@jobs.thorough
+def test_libtpu_without_a_chip(tmp_path: Path) -> None:
+    # No slice is asked for: torch_tpu finds no chip, and podring serves CPU tensors.
     code, output = alone(
         tmp_path,
         """
         import torch, torch.distributed as dist
+        dist.init_process_group("tpu", store=dist.HashStore(), rank=0, world_size=1)
+        one = torch.ones(3)
+        dist.all_reduce(one)
+        try:
+            torch.ones(3, device="tpu").cpu()
+        except Exception as error:
+            print("RAISED", type(error).__name__, error)
+        print("FINE", one.tolist())
+        """,
+        PODRING_SLICE="",
+        TPU_LIBRARY_PATH=LIBTPU,
+    )
+    assert code == 0 and "RAISED" in output and "FINE [1.0, 1.0, 1.0]" in output, output[-4000:]
+
+
+@pytest.mark.parametrize("version", ["0.1.0", pytest.param("0.3.0", marks=jobs.thorough)])
+def test_unknown_torch_tpu_is_staged_with_one_warning(tmp_path: Path, version: str) -> None:
+    code, output = alone(
+        tmp_path,
+        f"""
+        import torch, torch.distributed as dist
         from podring import _register
         dist.init_process_group("tpu", store=dist.HashStore(), rank=0, world_size=1)
-        _register.face().set_torch_tpu("0.3.0")
+        _register.face().set_torch_tpu("{version}")
         for _ in range(3):
             one = torch.full((1000,), 2.0, device="tpu")
             dist.all_reduce(one)
@@ -154,26 +225,37 @@ def test_unknown_torch_tpu_is_staged_with_one_warning(tmp_path: Path) -> None:
         PODRING_SLICE="v5e:2x2",
     )
     assert code == 0 and "FINE" in output, output[-4000:]
-    assert output.count("stages tpu tensors") == 1 and "torch_tpu 0.3.0" in output, output[-4000:]
+    assert output.count("stages tpu tensors") == 1 and f"torch_tpu {version}" in output, output[-4000:]
 
 
-@pytest.mark.parametrize("disable", ["0", "1"])
-def test_a_killed_rank_is_named(tmp_path: Path, disable: str) -> None:
-    # With "1" the collective is inside of a program, which fails when its result is asked for.
+@pytest.mark.parametrize(
+    ("disable", "compiled"),
+    [pytest.param("0", False, marks=jobs.thorough), pytest.param("1", False, marks=jobs.thorough), ("0", True)],
+)
+def test_a_killed_rank_is_named(tmp_path: Path, disable: str, compiled: bool) -> None:
+    # With "1" the collective is a program, and compiled it is inside of one, which fails when its result is asked for.
     program = script(
         tmp_path,
         f"""
         import os, signal, sys, time, torch, torch.distributed as dist
+        import torch.distributed._functional_collectives as funcol
         dist.init_process_group("tpu")
+        group = dist.group.WORLD
         one = torch.ones(1 << 20, device="tpu")
-        dist.all_reduce(one)
-        one.cpu()
+
+        def together():
+            if not {compiled}:
+                dist.all_reduce(one)
+                return one.cpu()
+            return add(one).cpu()
+
+        add = torch.compile(lambda tensor: funcol.all_reduce(tensor * 2, "sum", group) + 1)
+        together()
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         begin = time.monotonic()
         try:
-            dist.all_reduce(one)
-            one.cpu()
+            together()
         except RuntimeError as error:
             print("LOST", type(error).__name__, error, flush=True)
             assert time.monotonic() - begin < 30
@@ -182,4 +264,6 @@ def test_a_killed_rank_is_named(tmp_path: Path, disable: str) -> None:
     )
     words = ["run", "--slice", "v5e:1x2", str(program)]
     output = jobs.podring(*words, PODRING_DISABLE=disable).output
-    assert "LOST " + ("DistBackendError" if disable == "0" else "") in output and "rank 1" in output, output[-4000:]
+    assert "LOST " + ("DistBackendError" if disable == "0" and not compiled else "") in output and "rank 1" in output, (
+        output[-4000:]
+    )

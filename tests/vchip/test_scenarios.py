@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import pytest
 
@@ -12,6 +11,7 @@ from tests.vchip import jobs
 COLLECTIVES = [
     "reductions",
     "movements",
+    "wide_and_narrow_types",
     "point_to_point",
     "layouts",
     "aliases_keep_their_values",
@@ -23,11 +23,13 @@ COLLECTIVES = [
     "memory_stays_flat",
     "functional_eager",
     "compiled_collectives",
+    "compiled_but_split",
     "device_facts",
 ]
 TRAINING = [
     "eager_training",
     "ddp",
+    "sync_batch_norm",
     "fsdp2",
     "hsdp",
     "dtensor",
@@ -38,22 +40,39 @@ TRAINING = [
 ]
 
 
+FEW = [
+    "reductions",
+    "movements",
+    "layouts",
+    "aliases_keep_their_values",
+    "asynchronous",
+    "compiled_collectives",
+    "device_facts",
+    "ddp",
+    "checkpoint",
+]
+OURS = COLLECTIVES + TRAINING if jobs.ALL else FEW
+
+
 @functools.cache
 def job(ranks: int) -> dict[str, jobs.Said]:
-    return jobs.run_scenarios(COLLECTIVES + TRAINING, ranks)
+    return jobs.run_scenarios(OURS, ranks)
 
 
-@pytest.mark.parametrize("name", COLLECTIVES + TRAINING)
+@pytest.mark.parametrize("name", OURS)
 def test_two_ranks(name: str) -> None:
     job(2)[name].check(name)
 
 
 # What runs over torch_tpu's own process group, its collectives inside of XLA programs.
-THEIRS = ["their_collectives", "their_refusals", "ddp", "fsdp2", "compiled_training"]
+THEIRS = ["their_collectives", "their_bitwise", "ddp", "fsdp2", "compiled_training"]
 ALL_THEIRS = [*THEIRS, "their_subgroups", "hsdp", "dtensor", "tensor_parallel"]
+if not jobs.ALL:
+    THEIRS = ["their_bitwise", "ddp"]
 
 
-@pytest.mark.skipif(not os.environ.get("PODRING_VCHIP_ALL"), reason="make vchip runs it: times need a quiet machine")
+# Times need a quiet machine.
+@jobs.thorough
 def test_speed() -> None:
     jobs.run_scenarios(["speed"], 2)["speed"].check("speed")
 
@@ -69,13 +88,13 @@ def test_torch_tpus_own_process_group(name: str) -> None:
     their_job(2)[name].check(name)
 
 
-@pytest.mark.skipif(not os.environ.get("PODRING_VCHIP_ALL"), reason="make vchip runs it: 4 ranks take minutes")
+@jobs.thorough
 @pytest.mark.parametrize("name", COLLECTIVES + TRAINING)
 def test_four_ranks(name: str) -> None:
     job(4)[name].check(name)
 
 
-@pytest.mark.skipif(not os.environ.get("PODRING_VCHIP_ALL"), reason="make vchip runs it: 4 ranks take minutes")
+@jobs.thorough
 @pytest.mark.parametrize("name", ALL_THEIRS)
 def test_torch_tpus_own_process_group_of_four(name: str) -> None:
     their_job(4)[name].check(name)

@@ -64,12 +64,15 @@ impl Frame {
 /// `Header::flags`: the message is point-to-point; `key` is its tag.
 pub const POINT_TO_POINT: u8 = 1;
 
+/// `Header::flags` of a [`Frame::Ledger`]: nothing with this number yet; should it come soon, another frame says what.
+pub const NOT_YET: u8 = 2;
+
 /// What stands before every frame's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// The frame's kind.
     pub frame: Frame,
-    /// [`POINT_TO_POINT`] or 0.
+    /// [`POINT_TO_POINT`], [`NOT_YET`] or 0.
     pub flags: u8,
     /// Payload bytes that follow.
     pub len: u32,

@@ -1,13 +1,13 @@
 //! A process group: the operations of one set of ranks, in the order they are called.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex as StdMutex};
+use std::sync::{Arc, Mutex as StdMutex, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use podring_collective::{Collective, Kind as Op};
 use podring_fabric::error::Failure;
-use podring_fabric::hub::{Call, Callback, ChannelSpec, Hub, Keep, State, Ticket, Waited};
+use podring_fabric::hub::{Call, Callback, ChannelSpec, Keep, State, Ticket, Waited};
 use podring_ici::engine::Times;
 use podring_ici::pjrt::Buffer;
 use smallvec::SmallVec;
@@ -56,7 +56,7 @@ pub(crate) struct Inner {
     /// The next point-to-point operation's number, for messages only.
     direct: AtomicU64,
     /// What runs collectives on devices, if the group has them, and its next collective's number.
-    devices: Option<(Box<dyn Engine>, StdMutex<u64>)>,
+    devices: Option<(Arc<dyn Engine>, StdMutex<u64>)>,
     /// Monitored barriers: how many this rank came to; on rank 0, how many of each rank's it has counted.
     pub(crate) arrivals: StdMutex<Vec<u64>>,
     closed: AtomicBool,
@@ -72,7 +72,17 @@ impl ProcessGroup {
     /// Forms a group: returns when every member is known.
     ///
     /// Within a default group that podring formed, a group is a function of its members, and nobody is waited for.
-    pub fn form(runtime: &Runtime, config: Config, mut interrupted: impl FnMut() -> bool) -> Result<Self, Error> {
+    pub fn form(runtime: &Runtime, config: Config, interrupted: impl FnMut() -> bool) -> Result<Self, Error> {
+        Self::form_with(runtime, config, true, interrupted)
+    }
+
+    /// The same; on the hosts' network alone, unless it is to be on devices.
+    fn form_with(
+        runtime: &Runtime,
+        config: Config,
+        on_devices: bool,
+        mut interrupted: impl FnMut() -> bool,
+    ) -> Result<Self, Error> {
         let process = runtime.0.clone();
         let Config { rank, size, name, global_ranks, timeout, store, rendezvous } = config;
         process.hub.check_fork()?;
@@ -109,7 +119,7 @@ impl ProcessGroup {
                 };
                 process.hub.trust(world.job());
                 if let Some(seat) = &seat {
-                    seat.listen(Box::new(act_on(process.hub.clone(), world.clone())));
+                    seat.listen(Box::new(act_on(Arc::downgrade(&process), world.clone())));
                 }
                 if global_ranks.is_none() {
                     let standing = Standing { world: world.clone(), seat: seat.clone() };
@@ -122,7 +132,7 @@ impl ProcessGroup {
         };
         let id = channel(world.id, &name, epoch);
         process.hub.open(ChannelSpec { id, name: name.clone(), me: rank, members: world.members.clone() })?;
-        let devices = match &process.devices {
+        let devices = match process.devices.as_ref().filter(|_| on_devices) {
             None => None,
             Some(devices) => {
                 let everybody: Vec<u32> = (0..size).collect();
@@ -136,7 +146,13 @@ impl ProcessGroup {
                     world: &world,
                     epoch,
                 });
-                opened.inspect_err(|_| process.hub.close(id))?.map(|engine| (engine, StdMutex::new(0)))
+                let engine = opened.inspect_err(|_| process.hub.close(id))?;
+                if let Some(engine) = &engine {
+                    let mut engines = process.engines.lock();
+                    engines.retain(|(_, engine)| engine.strong_count() > 0);
+                    engines.push((id, Arc::downgrade(engine)));
+                }
+                engine.map(|engine| (engine, StdMutex::new(0)))
             }
         };
         let membership: Box<dyn Membership> = match &seat {
@@ -163,22 +179,32 @@ impl ProcessGroup {
         })))
     }
 
-    /// The group of some of this one's members, by their ranks here; this rank is one of them. A function of the
-    /// members, if this is a default group: then nobody is waited for.
-    pub fn part(&self, members: &[u32]) -> Result<Self, Error> {
+    /// The group of some of this one's members, by their ranks here; this rank is one of them. A function of the members
+    /// and of what is added to this group's name, if this is a default group: then nobody is waited for. It is on the
+    /// hosts' network alone.
+    pub fn part_named(&self, addition: &str, members: &[u32]) -> Result<Self, Error> {
         let inner = &self.0;
         let rank = members.iter().position(|&member| member == inner.rank).unwrap_or(members.len()) as u32;
-        let names: Vec<String> = members.iter().map(u32::to_string).collect();
         let config = Config {
             rank,
             size: members.len() as u32,
-            name: format!("{}[{}]", inner.name, names.join(",")),
+            name: format!("{}{addition}", inner.name),
             global_ranks: Some(members.to_vec()),
             timeout: self.timeout(),
             store: inner.store.clone(),
             rendezvous: None,
         };
-        Self::form(&Runtime(inner.process.clone()), config, || false)
+        Self::form_with(&Runtime(inner.process.clone()), config, false, || false)
+    }
+
+    /// Whether its tensors on devices have an engine of their own.
+    pub fn has_devices(&self) -> bool {
+        self.0.devices.is_some()
+    }
+
+    /// Whether `other` is a handle of this very group.
+    pub fn is(&self, other: &ProcessGroup) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// This rank.
@@ -240,6 +266,22 @@ impl ProcessGroup {
         timeout: Option<Duration>,
         sync: bool,
     ) -> Result<Work, Error> {
+        self.start(collective, keep, timeout, sync, 0)
+    }
+
+    /// A collective on behalf of a program, waited for at once. `mark` must be the same on all members.
+    pub fn post_marked(&self, collective: Collective, timeout: Option<Duration>, mark: u64) -> Result<Work, Error> {
+        self.start(collective, None, timeout, true, mark)
+    }
+
+    fn start(
+        &self,
+        collective: Collective,
+        keep: Option<Keep>,
+        timeout: Option<Duration>,
+        sync: bool,
+        mark: u64,
+    ) -> Result<Work, Error> {
         let inner = &self.0;
         inner.process.hub.check_fork()?;
         collective.validate(inner.rank, inner.size).map_err(|source| Error::Invalid { rank: inner.rank, source })?;
@@ -249,7 +291,7 @@ impl ProcessGroup {
         }
         let op = collective.kind;
         let timeout = timeout.unwrap_or_else(|| self.timeout());
-        let call = |seq| Call { channel: inner.channel, seq, collective, keep, timeout, sync };
+        let call = |seq| Call { channel: inner.channel, seq, collective, keep, timeout, sync, mark };
         let ticket = if op.is_point_to_point() {
             inner.process.hub.post(call(inner.direct.fetch_add(1, Ordering::Relaxed)))?
         } else {
@@ -261,8 +303,8 @@ impl ProcessGroup {
         Ok(Work { group: self.clone(), op, posted: Some(Posted::Host(ticket)) })
     }
 
-    /// Starts an operation on the group's devices; waits for nobody. A group whose members are unevenly spread over
-    /// slices has no program: its tensors go over the hosts' network.
+    /// Starts an operation on the group's devices; waits for nobody. What has no program (a group whose members are
+    /// unevenly spread over slices; messages, where each process has one device) goes over the hosts' network.
     pub fn post_device(&self, call: DeviceCall) -> Result<Work, Error> {
         let inner = &self.0;
         inner.process.hub.check_fork()?;
@@ -277,6 +319,9 @@ impl ProcessGroup {
             }
             return self.post(call.collective, call.keep, call.timeout, false);
         };
+        if call.inputs.is_none() && !engine.runs(&call.collective) {
+            return self.post(call.collective, call.keep, call.timeout, false);
+        }
         call.collective
             .validate(inner.rank, inner.size)
             .map_err(|source| Error::Invalid { rank: inner.rank, source })?;
@@ -312,7 +357,7 @@ impl ProcessGroup {
         let failure = Failure::Aborted { by: Some(self.0.rank), why: why.to_owned() };
         self.0.process.hub.fail(self.0.channel, failure);
         if let Some((engine, _)) = &self.0.devices {
-            engine.fail(self.0.rank, why);
+            engine.fail(Some(self.0.rank), why);
         }
     }
 
@@ -364,14 +409,24 @@ impl Inner {
 }
 
 /// What is done about news of a world.
-fn act_on(hub: Hub, world: Arc<World>) -> impl Fn(News) + Send + Sync {
-    move |news| match news {
-        News::Lost { rank, how } => {
-            if let Some(member) = world.members.get(rank as usize) {
-                hub.lose(member.hub, how);
+fn act_on(process: Weak<Process>, world: Arc<World>) -> impl Fn(News) + Send + Sync {
+    move |news| {
+        let Some(process) = process.upgrade() else { return };
+        match news {
+            News::Lost { rank, how } => {
+                if let Some(member) = world.members.get(rank as usize) {
+                    process.hub.lose(member.hub, how);
+                }
+            }
+            News::Failed { channel, failure } => {
+                let engines = process.engines.lock().clone();
+                for engine in engines.iter().filter(|(id, _)| *id == channel).filter_map(|(_, engine)| engine.upgrade())
+                {
+                    engine.fail(None, &failure.to_string());
+                }
+                process.hub.fail(channel, failure);
             }
         }
-        News::Failed { channel, failure } => hub.fail(channel, failure),
     }
 }
 

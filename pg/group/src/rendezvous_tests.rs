@@ -8,6 +8,7 @@ use podring_collective::{Collective, Kind as Op};
 use smallvec::SmallVec;
 
 use super::*;
+use crate::engine::{Broken, DeviceCall, Engine, Operation};
 use crate::error::Kind;
 use crate::group::{Config, ProcessGroup};
 use crate::runtime::Runtime;
@@ -134,14 +135,51 @@ fn a_loss_fails_what_needs_the_rank_and_is_reported_for_its_group() {
     });
 }
 
+/// An engine that notes how it was failed.
+#[derive(Default)]
+struct Noted(Mutex<Vec<(Option<u32>, String)>>);
+
+impl Engine for Noted {
+    fn post(&self, _: u64, _: DeviceCall, _: Duration) -> Arc<dyn Operation> {
+        unreachable!("nothing is posted")
+    }
+
+    fn warm(&self, _: &[Collective], _: &mut dyn FnMut(usize, usize)) -> Result<(), Broken> {
+        Ok(())
+    }
+
+    fn fail(&self, by: Option<u32>, why: &str) {
+        self.0.lock().push((by, why.to_owned()));
+    }
+
+    fn broken(&self) -> Option<Broken> {
+        None
+    }
+
+    fn pending(&self) -> usize {
+        0
+    }
+
+    fn close(&self) {}
+}
+
 #[test]
 fn a_failure_that_a_member_reported_fails_the_group() {
     play(|world, within, played| {
+        let engines = [Arc::new(Noted::default()), Arc::new(Noted::default())];
+        let shared = engines.clone().map(|engine| engine as Arc<dyn Engine>);
+        for (engine, group) in shared.iter().zip([within, world]) {
+            within.0.process.engines.lock().push((group.0.channel, Arc::downgrade(engine)));
+        }
         let failure = Failure::Aborted { by: Some(1), why: "enough".into() };
         let news = News::Failed { channel: within.0.channel, failure };
         (played.tell.lock().as_ref().unwrap())(news);
         let error = barrier(within);
         assert!(error.kind() == Kind::Aborted && error.to_string().contains("enough"), "{error}");
         assert!(world.error().is_none());
+        // The group's programs as well.
+        let noted = engines.map(|engine| engine.0.lock().clone());
+        assert_eq!(noted[0].len(), 1);
+        assert!(noted[0][0].1.contains("enough") && noted[1].is_empty(), "{noted:?}");
     });
 }

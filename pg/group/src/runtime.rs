@@ -1,7 +1,7 @@
 //! What a process has of podring: its hub, and what its groups share.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -9,7 +9,7 @@ use podring_fabric::fork;
 use podring_fabric::hub::{self, Hub};
 use rustc_hash::FxHashMap;
 
-use crate::engine::Devices;
+use crate::engine::{Devices, Engine, Hardware};
 use crate::error::Error;
 use crate::watchdog::Watchdog;
 use crate::world::Current;
@@ -25,7 +25,9 @@ pub(crate) struct Process {
     /// How often a group of each name was made.
     pub epochs: Mutex<FxHashMap<String, u64>>,
     /// The job's devices, if this rank has one.
-    pub devices: Option<Devices>,
+    pub devices: Option<Hardware>,
+    /// Device engines by their group's channel.
+    pub engines: Mutex<Vec<(u64, Weak<dyn Engine>)>>,
     generation: u32,
 }
 
@@ -43,18 +45,24 @@ impl Runtime {
 
     /// The same for a rank that has a device: its groups have a device engine beside the fabric.
     pub fn start_on(config: hub::Config, devices: Option<Devices>) -> Result<Runtime, Error> {
+        Self::start_with(config, devices.map(Hardware::Machine))
+    }
+
+    /// The same for any hardware.
+    pub fn start_with(config: hub::Config, devices: Option<Hardware>) -> Result<Runtime, Error> {
         Ok(Runtime(Arc::new(Process {
             hub: Hub::start(config)?,
             watchdog: Arc::new(Watchdog::default()),
             current: Mutex::new(Current::default()),
             epochs: Mutex::new(FxHashMap::default()),
             devices,
+            engines: Mutex::new(Vec::new()),
             generation: fork::generation(),
         })))
     }
 
     /// The process's, started if need be with these settings.
-    pub fn global(settings: impl Fn() -> Result<hub::Config, Error>) -> Result<Runtime, Error> {
+    pub fn global(settings: impl Fn() -> Result<(hub::Config, Option<Hardware>), Error>) -> Result<Runtime, Error> {
         loop {
             if let Some(runtime) = Self::existing() {
                 return Ok(runtime);
@@ -67,7 +75,7 @@ impl Runtime {
             if MAKING.compare_exchange(mark, generation, Ordering::AcqRel, Ordering::Acquire).is_err() {
                 continue;
             }
-            let made = settings().and_then(Runtime::start);
+            let made = settings().and_then(|(config, devices)| Runtime::start_with(config, devices));
             if let Ok(runtime) = &made {
                 GLOBAL.store(Box::into_raw(Box::new(runtime.clone())), Ordering::Release);
             }
@@ -81,6 +89,14 @@ impl Runtime {
         // SAFETY: set to leaked boxes only, never freed.
         let known = unsafe { GLOBAL.load(Ordering::Acquire).as_ref() }?;
         (known.0.generation == fork::generation()).then(|| known.clone())
+    }
+
+    /// This process's own chip, if its groups run programs on one.
+    pub fn chip() -> Option<Arc<podring_ici::engine::Chip>> {
+        match &Self::existing()?.0.devices {
+            Some(Hardware::Chip(chip)) => Some(chip.clone()),
+            _ => None,
+        }
     }
 
     /// Waits until no callback of the process's groups runs, then runs no more: the interpreter is about to end. `false`

@@ -319,6 +319,39 @@ fn a_mismatch_gives_every_rank_the_same_table() {
     }
 }
 
+/// The table is made when two ranks differ, which may be before the third has called.
+#[test]
+fn a_rank_that_calls_a_moment_later_is_in_the_table() {
+    let errors = run(3, local, LONG, |group| {
+        if group.rank() == 2 {
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        let mut data = vec![1.0f32; 4 + group.rank() as usize];
+        finish(group, all_reduce(&mut data)).unwrap_err().to_string()
+    });
+    for error in &errors {
+        for (rank, count) in [(0, 4), (1, 5), (2, 6)] {
+            assert!(error.contains(&format!("rank {rank}: all_reduce(SUM, float32, count={count})")), "{error}");
+        }
+    }
+}
+
+/// It isn't waited for without end: the others know soon.
+#[test]
+fn a_rank_that_never_calls_holds_up_no_table() {
+    run(3, local, LONG, |group| {
+        if group.rank() == 2 {
+            std::thread::sleep(Duration::from_secs(4));
+            return;
+        }
+        let start = Instant::now();
+        let mut data = vec![1.0f32; 4 + group.rank() as usize];
+        let error = finish(group, all_reduce(&mut data)).unwrap_err();
+        assert!(start.elapsed() < Duration::from_secs(4));
+        assert!(error.to_string().contains("rank 2: nothing yet"), "{error}");
+    });
+}
+
 #[test]
 fn different_roots_are_noticed_though_nobody_sends() {
     run(2, local, LONG, |group| {

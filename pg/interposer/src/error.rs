@@ -187,6 +187,12 @@ pub enum Fault {
     Theirs(Opaque),
 }
 
+impl From<crate::wire::Damaged> for InterposeError {
+    fn from(damaged: crate::wire::Damaged) -> InterposeError {
+        InterposeError::Options { reason: damaged.0 }
+    }
+}
+
 impl From<InterposeError> for Fault {
     fn from(error: InterposeError) -> Fault {
         Fault::Ours(error)

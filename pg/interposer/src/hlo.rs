@@ -3,13 +3,6 @@
 
 use podring_collective::DType;
 
-/// `xla.HloProto`, as XLA writes it into files.
-#[derive(Clone, PartialEq, prost::Message)]
-pub struct ModuleFile {
-    #[prost(message, optional, tag = "1")]
-    pub module: Option<Module>,
-}
-
 /// `xla.HloModuleProto`.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Module {
@@ -148,30 +141,36 @@ pub struct Iota {
     pub each: i64,
 }
 
+/// `xla.PrimitiveType` of the element types that collectives know.
+const ELEMENTS: &[(DType, i32)] = &[
+    (DType::Bool, 1),
+    (DType::I8, 2),
+    (DType::I16, 3),
+    (DType::I32, 4),
+    (DType::I64, 5),
+    (DType::U8, 6),
+    (DType::U16, 7),
+    (DType::U32, 8),
+    (DType::U64, 9),
+    (DType::F16, 10),
+    (DType::F32, 11),
+    (DType::F64, 12),
+    (DType::C64, 15),
+    (DType::BF16, 16),
+    (DType::C128, 18),
+    (DType::F8E5M2, 19),
+    (DType::F8E4M3FN, 20),
+];
+
+/// `xla.PrimitiveType`; 0, which is none, for an element type that XLA lacks.
+pub fn element_type(dtype: DType) -> u64 {
+    ELEMENTS.iter().find(|(known, _)| *known == dtype).map_or(0, |&(_, code)| code as u64)
+}
+
 impl Shape {
     /// Extents, if it is one dense array of an element type that collectives know.
     pub fn array(&self) -> Option<(DType, &[i64])> {
-        // `xla.PrimitiveType`.
-        let dtype = match self.element_type {
-            1 => DType::Bool,
-            2 => DType::I8,
-            3 => DType::I16,
-            4 => DType::I32,
-            5 => DType::I64,
-            6 => DType::U8,
-            7 => DType::U16,
-            8 => DType::U32,
-            9 => DType::U64,
-            10 => DType::F16,
-            11 => DType::F32,
-            12 => DType::F64,
-            15 => DType::C64,
-            16 => DType::BF16,
-            18 => DType::C128,
-            19 => DType::F8E5M2,
-            20 => DType::F8E4M3FN,
-            _ => return None,
-        };
+        let dtype = ELEMENTS.iter().find(|(_, code)| *code == self.element_type)?.0;
         let dense = self.tuple.is_empty() && !self.is_dynamic.contains(&true);
         dense.then_some((dtype, &self.dimensions))
     }

@@ -10,6 +10,7 @@
 
 mod chips;
 mod error;
+mod ffi;
 mod hlo;
 mod host_memory;
 pub mod memory;
@@ -17,18 +18,21 @@ mod options;
 mod plan;
 mod presented;
 mod programs;
+mod rewrite;
 mod settings;
 mod step;
 mod sys;
 mod table;
+mod wire;
 
 use std::ffi::c_void;
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use parking_lot::Mutex;
 
 pub use error::InterposeError;
-pub use programs::set_world;
+pub use programs::{Counts, counts, end_world, set_world};
 pub use settings::{Settings, Wrapped};
 
 use table::Interposed;
@@ -84,6 +88,32 @@ pub fn failure() -> Option<String> {
 /// Both pointers are null until there is one. The client is alive until the framework destroys it.
 pub fn client() -> (*const c_void, *mut c_void) {
     the_table().map_or((std::ptr::null(), std::ptr::null_mut()), Interposed::client)
+}
+
+/// The client that a framework created through this plugin, for others in this process to run programs on as well.
+pub struct Shared {
+    /// This plugin's table: what is compiled through it is played on a virtual slice's fabric.
+    pub table: *const c_void,
+    /// Its `PJRT_Client`, the framework's to destroy.
+    pub client: *mut c_void,
+    /// The wrapped plugin's file.
+    pub plugin: PathBuf,
+    /// The virtual slice; none on a TPU.
+    pub slice: Option<podring_topology::Slice>,
+}
+
+/// That client; none before a framework has created it.
+pub fn shared() -> Option<Shared> {
+    let on = the_table()?;
+    let client = on.client().1;
+    if client.is_null() {
+        return None;
+    }
+    let slice = match &on.wrapped {
+        Wrapped::Virtual(slice) => Some(*slice),
+        Wrapped::Libtpu => None,
+    };
+    Some(Shared { table: on.table(), client, plugin: on.file.clone(), slice })
 }
 
 /// What the slice's devices say of themselves: libtpu's `device_kind`, and their memory in bytes.

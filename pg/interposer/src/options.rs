@@ -7,6 +7,7 @@
 use std::path::Path;
 
 use crate::error::InterposeError;
+use crate::wire::{Damaged, Fields, put_bytes, put_varint, take_varint, varint};
 
 /// Fields of `xla.CompileOptionsProto` and `xla.ExecutableBuildOptionsProto` (XLA's `compile_options.proto`).
 const BUILD_OPTIONS: u64 = 3;
@@ -143,84 +144,7 @@ fn number(mut field: &[u8]) -> Result<usize, InterposeError> {
 }
 
 fn damaged(reason: &'static str) -> InterposeError {
-    InterposeError::Options { reason }
-}
-
-/// A field: its number, itself as it stands, and its payload if it is length-delimited.
-type Field<'a> = (u64, &'a [u8], Option<&'a [u8]>);
-
-/// The fields of a message.
-struct Fields<'a>(&'a [u8]);
-
-impl<'a> Iterator for Fields<'a> {
-    type Item = Result<Field<'a>, InterposeError>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        if self.0.is_empty() {
-            return None;
-        }
-        let read = self.read();
-        if read.is_err() {
-            self.0 = &[];
-        }
-        Some(read)
-    }
-}
-
-impl<'a> Fields<'a> {
-    fn read(&mut self) -> Result<Field<'a>, InterposeError> {
-        let start = self.0;
-        let key = take_varint(&mut self.0)?;
-        let mut payload = None;
-        match key & 7 {
-            0 => drop(take_varint(&mut self.0)?),
-            1 => drop(take(&mut self.0, 8)?),
-            2 => {
-                let length = take_varint(&mut self.0)?;
-                payload = Some(take(&mut self.0, usize::try_from(length).map_err(|_| damaged("a length too large"))?)?);
-            }
-            5 => drop(take(&mut self.0, 4)?),
-            _ => return Err(damaged("an unknown wire type")),
-        }
-        Ok((key >> 3, &start[..start.len() - self.0.len()], payload))
-    }
-}
-
-fn take<'a>(bytes: &mut &'a [u8], count: usize) -> Result<&'a [u8], InterposeError> {
-    let (head, tail) = bytes.split_at_checked(count).ok_or_else(|| damaged("they end within a field"))?;
-    *bytes = tail;
-    Ok(head)
-}
-
-fn take_varint(bytes: &mut &[u8]) -> Result<u64, InterposeError> {
-    let mut value = 0;
-    for shift in (0..64).step_by(7) {
-        let byte = take(bytes, 1)?[0];
-        value |= u64::from(byte & 0x7f) << shift;
-        if byte & 0x80 == 0 {
-            return Ok(value);
-        }
-    }
-    Err(damaged("a number of more than ten bytes"))
-}
-
-fn varint(out: &mut Vec<u8>, mut value: u64) {
-    while value > 0x7f {
-        out.push(value as u8 | 0x80);
-        value >>= 7;
-    }
-    out.push(value as u8);
-}
-
-fn put_varint(out: &mut Vec<u8>, field: u64, value: u64) {
-    varint(out, field << 3);
-    varint(out, value);
-}
-
-fn put_bytes(out: &mut Vec<u8>, field: u64, bytes: &[u8]) {
-    varint(out, field << 3 | 2);
-    varint(out, bytes.len() as u64);
-    out.extend_from_slice(bytes);
+    Damaged(reason).into()
 }
 
 #[cfg(test)]

@@ -40,7 +40,7 @@ pub enum Program {
 }
 
 /// Opcodes whose value depends on which participant runs them.
-const PLACES: &[&str] = &["partition-id", "replica-id"];
+pub const PLACES: &[&str] = &["partition-id", "replica-id"];
 
 /// Reads a program.
 pub fn read(module: &Module, mesh: &Mesh) -> Result<Program, Refused> {

@@ -9,23 +9,29 @@ use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
 use podring_collective::{Blocks, Collective, Kind, Layout, Part, Tensor};
-use podring_group::{ProcessGroup, Work};
+use podring_group::{Kind as ErrorKind, ProcessGroup, Work};
+use podring_ici::engine::{Launching, launching};
 use prost::Message as _;
 
 use crate::error::{Fault, InterposeError};
-use crate::hlo::{Module, ModuleFile};
+use crate::ffi::{self, Callable};
+use crate::hlo::Module;
 use crate::memory;
 use crate::options;
 use crate::plan::{self, Plan, Program};
 use crate::presented::Presented;
-use crate::step::{Array, What};
+use crate::rewrite;
+use crate::step::{Array, Mesh, Step, What};
 use crate::sys::{self, Opaque};
 use crate::table::Interposed;
+use crate::wire::Fields;
 
 /// The group whose members are the job's ranks, and groups of some of them.
 struct World {
     group: ProcessGroup,
-    parts: HashMap<Vec<u32>, ProcessGroup>,
+    /// By members, and whether for programs that podring's own engine launches: it does so on threads of its own, so that
+    /// their order among a framework's programs may be another on every rank.
+    parts: HashMap<(Vec<u32>, bool), ProcessGroup>,
 }
 
 static WORLD: Mutex<Option<World>> = Mutex::new(None);
@@ -35,22 +41,39 @@ pub fn set_world(group: Option<ProcessGroup>) {
     *WORLD.lock() = group.map(|group| World { group, parts: HashMap::new() });
 }
 
-/// The group of these ranks: made at the first program that needs it, with nobody waiting for anybody.
-fn group_of(members: &[u32]) -> Result<ProcessGroup, InterposeError> {
+/// Takes away the group that was lent, if it is this one, and ends those made of it.
+pub fn end_world(group: &ProcessGroup) {
+    let ended = {
+        let mut world = WORLD.lock();
+        if world.as_ref().is_some_and(|world| world.group.is(group)) { world.take() } else { None }
+    };
+    if let Some(world) = ended {
+        world.parts.values().for_each(ProcessGroup::shutdown);
+    }
+}
+
+/// The group of these ranks: made at the first program that needs it, with nobody waiting for anybody. Never the lent
+/// group itself: its own operations have an order of their own.
+fn group_of(members: &[u32], launched: bool) -> Result<ProcessGroup, InterposeError> {
     let mut world = WORLD.lock();
     let world = world.as_mut().ok_or(InterposeError::NoWorld)?;
-    let size = world.group.size();
-    if members.len() == size as usize && members.iter().copied().eq(0..size) {
-        return Ok(world.group.clone());
-    }
-    if let Some(part) = world.parts.get(members) {
+    let key = (members.to_vec(), launched);
+    if let Some(part) = world.parts.get(&key) {
         return Ok(part.clone());
     }
     let failed =
         |error: podring_group::Error| InterposeError::Failed { what: "forming a group", why: error.to_string() };
-    let part = world.group.part(members).map_err(failed)?;
-    world.parts.insert(members.to_vec(), part.clone());
+    let names: Vec<String> = members.iter().map(u32::to_string).collect();
+    let kind = if launched { "launched" } else { "programs" };
+    let part = world.group.part_named(&format!("/{kind}[{}]", names.join(",")), members).map_err(failed)?;
+    world.parts.insert(key, part.clone());
     Ok(part)
+}
+
+/// The group of all ranks, in order.
+fn everybody(launched: bool) -> Result<ProcessGroup, InterposeError> {
+    let size = WORLD.lock().as_ref().map(|world| world.group.size()).ok_or(InterposeError::NoWorld)?;
+    group_of(&(0..size).collect::<Vec<u32>>(), launched)
 }
 
 /// Names of operations that make ranks meet, or know their place, as programs spell them: an operation that is used is
@@ -78,12 +101,40 @@ fn mentions_ranks(code: &[u8]) -> bool {
     NAMES.iter().any(|name| code.windows(name.len()).any(|window| window == name.as_bytes()))
 }
 
+/// What became of programs with collectives, since the process began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Programs that are one collective.
+    pub whole: u64,
+    /// Programs with collectives among other operations.
+    pub mixed: u64,
+    /// Collectives in the latter.
+    pub inside: u64,
+    /// Programs that were refused.
+    pub refused: u64,
+}
+
+static COUNTS: Mutex<Counts> = Mutex::new(Counts { whole: 0, mixed: 0, inside: 0, refused: 0 });
+
+/// What became of programs with collectives.
+pub fn counts() -> Counts {
+    *COUNTS.lock()
+}
+
+/// A program with collectives.
+enum Known {
+    /// It is one.
+    Whole(Plan),
+    /// It calls them. They are callable as long as the program is there.
+    Calls(Callable),
+}
+
 /// The programs with a collective, by their `PJRT_LoadedExecutable`.
 #[derive(Default)]
-pub struct Programs(RwLock<HashMap<usize, Arc<Plan>>>);
+pub struct Programs(RwLock<HashMap<usize, Arc<Known>>>);
 
 impl Programs {
-    /// Compiles a program for this process's chip, and keeps what collective it is.
+    /// Compiles a program for this process's chip, and keeps what collectives it has.
     pub fn compile(&self, on: &Interposed, seen: &Presented, args: &mut sys::ClientCompile) -> Result<(), Fault> {
         // SAFETY: the caller's bytes, as many as it says.
         let asked = unsafe { bytes(args.compile_options.cast(), args.compile_options_size) };
@@ -96,26 +147,80 @@ impl Programs {
             return forward(on, args, &ours);
         }
         let failed = |why: String| InterposeError::Failed { what: "reading a program", why };
-        // XLA writes down what it was given, before any of its passes.
+        // XLA writes down what it was given, before any of its passes; also if it can't compile it.
         let folder = tempfile::tempdir().map_err(|error| failed(error.to_string()))?;
         let mesh = seen.mesh(asked)?;
-        forward(on, args, &options::with_dump(&ours, folder.path()))?;
-        let read = module(folder.path()).map_err(failed).and_then(|module| {
-            plan::read(&module, &mesh)
-                .map_err(|refused| InterposeError::Program { program: module.name.clone(), why: refused.to_string() })
-        });
-        match read {
-            Ok(Program::Alone) => {}
-            Ok(Program::Collective(plan)) => drop(self.0.write().insert(args.executable as usize, plan.into())),
-            Err(error) => {
-                // Nobody else has it, and nobody shall run it.
-                let mut end = sys::LoadedExecutableDestroy { executable: args.executable, ..Default::default() };
-                on.forward(&mut end)?;
-                args.executable = std::ptr::null_mut();
-                return Err(error.into());
+        let compiled = forward(on, args, &options::with_dump(&ours, folder.path()));
+        let written = match written(folder.path()) {
+            Ok(written) => written,
+            Err(why) => {
+                compiled?;
+                discard(on, args)?;
+                return Err(failed(why).into());
             }
-        }
+        };
+        let module = Module::decode(&written[..]).map_err(|error| failed(error.to_string()))?;
+        let known = match plan::read(&module, &mesh) {
+            Ok(Program::Alone) => return compiled,
+            Ok(Program::Collective(plan)) if compiled.is_ok() => {
+                COUNTS.lock().whole += 1;
+                tracing::debug!(program = module.name, "a program is one collective: played by the group");
+                Known::Whole(*plan)
+            }
+            _ => {
+                match compiled {
+                    Ok(()) => discard(on, args)?,
+                    Err(Fault::Theirs(error)) => drop(on.take_message(error)),
+                    Err(ours) => return Err(ours),
+                }
+                let callable = self.compile_calls(on, seen, args, &ours, &written, &module, &mesh);
+                Known::Calls(callable.inspect_err(|_| COUNTS.lock().refused += 1)?)
+            }
+        };
+        self.0.write().insert(args.executable as usize, known.into());
         Ok(())
+    }
+
+    /// Compiles a program with calls in place of its collectives.
+    #[expect(clippy::too_many_arguments, reason = "all of one compilation")]
+    fn compile_calls(
+        &self,
+        on: &Interposed,
+        seen: &Presented,
+        args: &mut sys::ClientCompile,
+        options: &[u8],
+        written: &[u8],
+        module: &Module,
+        mesh: &Mesh,
+    ) -> Result<Callable, Fault> {
+        let refused = |why: String| InterposeError::Program { program: module.name.clone(), why };
+        let callable = Callable::reserve(rewrite::count(module));
+        let place = mesh.ranks.iter().position(|&rank| rank == seen.rank());
+        let made = rewrite::rewrite(written, module, mesh, place, callable.first())
+            .map_err(|error| refused(error.to_string()))?;
+        if callable.count() > 0 {
+            ffi::register(on).map_err(|error| refused(error.to_string()))?;
+        }
+        callable.fill(made.steps, seen.rank());
+        let format = "hlo";
+        let program = sys::Program {
+            struct_size: size_of::<sys::Program>(),
+            extension_start: std::ptr::null_mut(),
+            code: made.module.as_ptr().cast_mut().cast(),
+            code_size: made.module.len(),
+            format: format.as_ptr().cast(),
+            format_size: format.len(),
+        };
+        let theirs = std::mem::replace(&mut args.program, &raw const program);
+        let compiled = forward(on, args, options);
+        args.program = theirs;
+        compiled?;
+        let inside = callable.count() as u64;
+        tracing::debug!(program = module.name, inside, "collectives stay inside of a program");
+        let mut counts = COUNTS.lock();
+        counts.mixed += 1;
+        counts.inside += inside;
+        Ok(callable)
     }
 
     /// Forgets a program.
@@ -130,12 +235,47 @@ impl Programs {
         seen: &Presented,
         args: &mut sys::LoadedExecutableExecute,
     ) -> Result<(), Fault> {
-        let plan = self.0.read().get(&(args.executable as usize)).cloned();
-        match plan {
+        let known = self.0.read().get(&(args.executable as usize)).cloned();
+        match known.as_deref() {
             None => on.forward(args),
-            Some(plan) => play(on, seen, &plan, args),
+            Some(Known::Whole(plan)) => play(on, seen, plan, args),
+            Some(Known::Calls(callable)) => callable.during(|| run(on, args)),
         }
     }
+}
+
+/// Runs a program that calls collectives, to its end: so those of the next come behind it, on every rank.
+fn run(on: &Interposed, args: &mut sys::LoadedExecutableExecute) -> Result<(), Fault> {
+    let mut own = std::ptr::null_mut();
+    let asked = args.events;
+    if asked.is_null() {
+        args.events = &raw mut own;
+    }
+    let started = on.forward(args);
+    let events = std::mem::replace(&mut args.events, asked);
+    started?;
+    // SAFETY: the list for one device, which the plugin has filled: a virtual chip is alone in its process.
+    let event = unsafe { events.read() };
+    if event.is_null() {
+        return Ok(());
+    }
+    let waited = on.forward(&mut sys::EventAwait { event, ..Default::default() });
+    if asked.is_null() {
+        on.forward(&mut sys::EventDestroy { event, ..Default::default() })?;
+        return waited;
+    }
+    // The caller's event tells it of a failure, as do its buffers.
+    if let Err(Fault::Theirs(error)) = waited {
+        drop(on.take_message(error));
+    }
+    Ok(())
+}
+
+/// Destroys what was compiled: nobody else has it, and nobody shall run it.
+fn discard(on: &Interposed, args: &mut sys::ClientCompile) -> Result<(), Fault> {
+    let mut end = sys::LoadedExecutableDestroy { executable: args.executable, ..Default::default() };
+    args.executable = std::ptr::null_mut();
+    on.forward(&mut end)
 }
 
 fn forward(on: &Interposed, args: &mut sys::ClientCompile, options: &[u8]) -> Result<(), Fault> {
@@ -146,8 +286,8 @@ fn forward(on: &Interposed, args: &mut sys::ClientCompile, options: &[u8]) -> Re
     compiled
 }
 
-/// The module that XLA wrote into `folder`.
-fn module(folder: &Path) -> Result<Module, String> {
+/// The module that XLA wrote into `folder`: an `xla.HloModuleProto`.
+fn written(folder: &Path) -> Result<Vec<u8>, String> {
     let entries = folder.read_dir().map_err(|error| error.to_string())?;
     let files: Vec<_> = entries
         .flatten()
@@ -158,9 +298,16 @@ fn module(folder: &Path) -> Result<Module, String> {
         return Err(format!("expected XLA to write one module, it wrote {}", files.len()));
     };
     let bytes = fs::read(file).map_err(|error| error.to_string())?;
-    let file = ModuleFile::decode(&bytes[..]).map_err(|error| error.to_string())?;
-    file.module.ok_or_else(|| "it is empty".to_owned())
+    for field in Fields(&bytes) {
+        if let (MODULE, _, Some(module)) = field.map_err(|error| error.to_string())? {
+            return Ok(module.to_vec());
+        }
+    }
+    Err("it is empty".to_owned())
 }
+
+/// Field of `xla.HloProto`, as XLA writes it into files.
+const MODULE: u64 = 1;
 
 /// # Safety
 /// `data` is null or points to `size` bytes.
@@ -176,6 +323,8 @@ unsafe fn bytes<'a>(data: *const c_void, size: usize) -> &'a [u8] {
 struct Held {
     data: NonNull<u8>,
     bytes: usize,
+    /// Somebody else's, who outlives the buffer.
+    lent: bool,
 }
 
 impl Held {
@@ -184,7 +333,7 @@ impl Held {
         // SAFETY: a place for the result, a power of two, a size above zero.
         let failed = unsafe { libc::posix_memalign(&mut memory, 64, bytes.max(1)) } != 0;
         match NonNull::new(memory.cast()).filter(|_| !failed) {
-            Some(data) => Ok(Held { data, bytes }),
+            Some(data) => Ok(Held { data, bytes, lent: false }),
             None => Err(InterposeError::Failed {
                 what: "a collective's result",
                 why: format!("no memory of {bytes} bytes"),
@@ -192,20 +341,23 @@ impl Held {
         }
     }
 
-    fn view(&mut self) -> &mut [u8] {
-        // SAFETY: this many bytes of its own; written by the group or by `zero` before they are read.
-        unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.bytes) }
+    /// What the launch offers for the result `index`, or memory of its own.
+    fn offered(launch: Option<&Launching>, index: Option<usize>, bytes: usize) -> Result<Held, InterposeError> {
+        let offered = launch.zip(index).and_then(|(launch, index)| NonNull::new(launch.target(index, bytes)?));
+        offered.map_or_else(|| Held::new(bytes), |data| Ok(Held { data, bytes, lent: true }))
     }
 
-    fn zero(&mut self) {
-        // SAFETY: its own memory.
-        unsafe { self.data.as_ptr().write_bytes(0, self.bytes) };
+    fn view(&mut self) -> &mut [u8] {
+        // SAFETY: this many bytes of its own; written by the group before they are read.
+        unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.bytes) }
     }
 
     fn into_buffer(self, shape: &Array) -> Result<Opaque, InterposeError> {
         let data = self.data.as_ptr();
+        let release = if self.lent { leave } else { release };
         std::mem::forget(self);
-        // SAFETY: 64-byte aligned, holds these elements, and nobody writes to it any more; `release` frees it.
+        // SAFETY: 64-byte aligned, holds these elements, and nobody writes to it any more; `release` frees it, unless
+        // it is lent.
         unsafe { memory::adopt(data.cast(), &shape.dims, shape.dtype, release, std::ptr::null_mut()) }
             .map_err(|why| InterposeError::Failed { what: "a collective's result", why })
     }
@@ -216,8 +368,13 @@ unsafe extern "C" fn release(memory: *mut c_void, _context: *mut c_void) {
     unsafe { libc::free(memory) };
 }
 
+unsafe extern "C" fn leave(_memory: *mut c_void, _context: *mut c_void) {}
+
 impl Drop for Held {
     fn drop(&mut self) {
+        if self.lent {
+            return;
+        }
         // SAFETY: from posix_memalign, freed once.
         unsafe { libc::free(self.data.as_ptr().cast()) };
     }
@@ -243,10 +400,20 @@ fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedEx
         }
         inputs.push(found.data.cast::<u8>());
     }
-    let outputs: Result<Vec<Held>, InterposeError> =
-        plan.step.outputs.iter().map(|array| Held::new(array.bytes())).collect();
-    let mut outputs = outputs?;
-    meet(seen.rank(), plan, &inputs, &mut outputs)?;
+    let launch = launching();
+    let launch = launch.as_deref();
+    // An array that is a result as it stands may lie where the launch wants it.
+    let result = |of: usize| plan.results.iter().position(|piece| piece.of == of && piece.is_whole(&plan.step));
+    let outputs: Result<Vec<Held>, InterposeError> = plan
+        .step
+        .outputs
+        .iter()
+        .enumerate()
+        .map(|(of, array)| Held::offered(launch, result(of), array.bytes()))
+        .collect();
+    let outputs = outputs?;
+    let places: Vec<*mut u8> = outputs.iter().map(|held| held.data.as_ptr()).collect();
+    meet(seen.rank(), &plan.step, &inputs, &places, launch)?;
 
     let mut buffers = Vec::new();
     let mut outputs: Vec<Option<Held>> = outputs.into_iter().map(Some).collect();
@@ -290,13 +457,42 @@ fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedEx
     Ok(())
 }
 
-/// The collective itself: returns when this rank's part is done.
-fn meet(rank: u32, plan: &Plan, inputs: &[*mut u8], outputs: &mut [Held]) -> Result<(), InterposeError> {
+/// Waits for an operation of the fabric's, unless the launch that it is part of is stopped.
+fn finish(work: &Work, group: &ProcessGroup, launch: Option<&Launching>) -> Result<(), InterposeError> {
+    let failed = |why| InterposeError::Failed { what: "a collective", why };
+    let stopped = || launch.and_then(Launching::stopped);
+    let Err(error) = work.wait(None, || stopped().is_some()) else { return Ok(()) };
+    match error.kind() {
+        ErrorKind::Interrupted => {
+            let why = stopped().unwrap_or_default();
+            // The others hear of it, and the memory is let go of.
+            group.abort(&why);
+            let _ = work.wait(None, || false);
+            Err(failed(why))
+        }
+        ErrorKind::Mismatch if launch.is_some_and(|launch| launch.mark != 0) => Err(failed(format!(
+            "{error}\n  (The programs may be alike: compared are also the calls that they were launched for, and the \
+             order of calls among groups of which one contains the other.)"
+        ))),
+        _ => Err(failed(error.to_string())),
+    }
+}
+
+/// The collective itself, on the memory of its operands and results: returns when this rank's part is done.
+///
+/// Within a launch of podring's own engine it takes no longer than that one may, and brings along what it says.
+pub fn meet(
+    rank: u32,
+    step: &Step,
+    inputs: &[*mut u8],
+    outputs: &[*mut u8],
+    launch: Option<&Launching>,
+) -> Result<(), InterposeError> {
     let failed = |error: podring_group::Error| InterposeError::Failed { what: "a collective", why: error.to_string() };
-    let finish = |work: Work| work.wait(None, || false).map_err(failed);
-    if let What::Permute(pairs) = &plan.step.what {
-        let group = WORLD.lock().as_ref().map(|world| world.group.clone()).ok_or(InterposeError::NoWorld)?;
-        let array = &plan.step.inputs[0];
+    let (limit, mark) = (launch.map(Launching::left), launch.map_or(0, |launch| launch.mark));
+    if let What::Permute(pairs) = &step.what {
+        let group = everybody(launch.is_some())?;
+        let array = &step.inputs[0];
         let count = array.dims.iter().map(|&dim| dim as usize).product();
         let one = |kind, data: *mut u8| {
             let tensor = Blocks::whole(Tensor { data, layout: Layout::flat(count) });
@@ -306,24 +502,27 @@ fn meet(rank: u32, plan: &Plan, inputs: &[*mut u8], outputs: &mut [Held]) -> Res
             Collective { kind, parts: [part].into_iter().collect() }
         };
         let mut works = Vec::new();
-        let post = |collective| group.post(collective, None, None, false).map_err(failed);
+        let post = |collective| group.post(collective, None, limit, false).map_err(failed);
         if let Some(&(from, _)) = pairs.iter().find(|(_, to)| *to == rank) {
-            works.push(post(one(Kind::Recv { from: Some(from), tag: TAG }, outputs[0].data.as_ptr()))?);
+            works.push(post(one(Kind::Recv { from: Some(from), tag: TAG }, outputs[0]))?);
         } else {
-            outputs[0].zero();
+            // SAFETY: the result's own memory, as long as its array.
+            unsafe { outputs[0].write_bytes(0, array.bytes()) };
         }
         if let Some(&(_, to)) = pairs.iter().find(|(from, _)| *from == rank) {
             works.push(post(one(Kind::Send { to, tag: TAG }, inputs[0]))?);
         }
-        return works.into_iter().try_for_each(finish);
+        return works.iter().try_for_each(|work| finish(work, &group, launch));
     }
-    let Some((members, _)) = plan.step.group_of(rank) else {
+    let Some((members, _)) = step.group_of(rank) else {
         return Err(InterposeError::Failed { what: "a collective", why: format!("rank {rank} is in no group of it") });
     };
-    let group = group_of(members)?;
-    let places: Vec<*mut u8> = outputs.iter().map(|held| held.data.as_ptr()).collect();
-    match plan.step.collective(members.len(), inputs, &places) {
-        Some(collective) => finish(group.post(collective, None, None, true).map_err(failed)?),
+    let group = group_of(members, launch.is_some())?;
+    match step.collective(members.len(), inputs, outputs) {
+        Some(collective) => {
+            let work = group.post_marked(collective, limit, mark).map_err(failed)?;
+            finish(&work, &group, launch)
+        }
         None => Ok(()),
     }
 }

@@ -1,6 +1,6 @@
 //! The table: a copy of the wrapped plugin's with a few entries of ours.
 
-use std::ffi::{CStr, OsStr, c_void};
+use std::ffi::{CStr, OsStr, c_int, c_void};
 use std::os::unix::ffi::OsStrExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -32,6 +32,8 @@ pub struct Interposed {
     original: NonNull<TableHead>,
     table: NonNull<TableHead>,
     pub(crate) wrapped: Wrapped,
+    /// The wrapped plugin's file.
+    pub(crate) file: PathBuf,
     /// What callers see of the slice; there from client creation to its end.
     presented: RwLock<Option<Arc<Presented>>>,
     client: AtomicPtr<c_void>,
@@ -52,6 +54,7 @@ impl Interposed {
             original,
             table,
             wrapped: settings.wrapped,
+            file: settings.plugin,
             presented: RwLock::new(None),
             client: AtomicPtr::new(std::ptr::null_mut()),
         };
@@ -101,6 +104,21 @@ impl Interposed {
         // SAFETY: read only if the slot lies within the table.
         size >= size_of::<TableHead>() + (slot + 1) * size_of::<Entry>()
             && unsafe { self.original.as_ptr().add(1).cast::<Option<Entry>>().add(slot).read() }.is_some()
+    }
+
+    /// The plugin's extension of a kind.
+    pub fn extension(&self, kind: c_int) -> Option<NonNull<sys::ExtensionBase>> {
+        // SAFETY: a plugin's table starts with this head.
+        let mut next = NonNull::new(unsafe { self.original.as_ref() }.extension_start);
+        while let Some(one) = next {
+            // SAFETY: one of the plugin's list, alive as long as the plugin.
+            let head = unsafe { one.as_ref() };
+            if head.kind == kind {
+                return Some(one);
+            }
+            next = NonNull::new(head.next);
+        }
+        None
     }
 
     fn original(&self, slot: usize) -> Entry {

@@ -33,6 +33,99 @@ unsafe fn said(table: *const c_void, error: Opaque) -> String {
     }
 }
 
+/// A sum over eight ranks between two additions, and the rank's own number.
+const MIXED: &str = r#"
+module @mixed attributes {mhlo.num_partitions = 8 : i32, mhlo.num_replicas = 1 : i32} {
+  func.func public @main(%x: tensor<2x3xf32>) -> (tensor<2x3xf32>, tensor<ui32>) {
+    %0 = stablehlo.add %x, %x : tensor<2x3xf32>
+    %1 = "stablehlo.all_reduce"(%0) <{
+      channel_handle = #stablehlo.channel_handle<handle = 1, type = 0>,
+      replica_groups = dense<[[0, 1, 2, 3, 4, 5, 6, 7]]> : tensor<1x8xi64>, use_global_device_ids
+    }> ({
+      ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+        %sum = stablehlo.add %a, %b : tensor<f32>
+        stablehlo.return %sum : tensor<f32>
+    }) : (tensor<2x3xf32>) -> tensor<2x3xf32>
+    %2 = stablehlo.add %1, %0 : tensor<2x3xf32>
+    %3 = stablehlo.partition_id : tensor<ui32>
+    return %2, %3 : tensor<2x3xf32>, tensor<ui32>
+  }
+}
+"#;
+
+/// XLA compiles a program whose collective is a call of ours, calls it, and hands on what it says: here, with no process
+/// group, that there is none.
+unsafe fn programs_call_their_collectives(table: *const c_void, client: Opaque) {
+    let before = crate::counts();
+    let format = "mlir";
+    let program = sys::Program {
+        struct_size: size_of::<sys::Program>(),
+        extension_start: std::ptr::null_mut(),
+        code: MIXED.as_ptr().cast_mut().cast(),
+        code_size: MIXED.len(),
+        format: format.as_ptr().cast(),
+        format_size: format.len(),
+    };
+    // xla.CompileOptionsProto{executable_build_options{num_replicas 1, num_partitions 8}}
+    let options = [0x1au8, 4, 0x20, 1, 0x28, 8];
+    let mut compile = sys::ClientCompile {
+        client,
+        program: &raw const program,
+        compile_options: options.as_ptr().cast(),
+        compile_options_size: options.len(),
+        ..Default::default()
+    };
+    // SAFETY: arguments of these functions, objects of this client.
+    unsafe {
+        let error = call(table, &mut compile);
+        assert!(error.is_null(), "{}", said(table, error));
+        let after = crate::counts();
+        assert_eq!((after.mixed - before.mixed, after.inside - before.inside), (1, 1));
+        let executable = compile.executable;
+
+        unsafe extern "C" fn kept(_: *mut c_void, _: *mut c_void) {}
+        #[repr(align(64))]
+        struct Numbers([f32; 6]);
+        let mut numbers = Numbers([1.0; 6]);
+        let float = podring_collective::DType::F32;
+        let memory = numbers.0.as_mut_ptr().cast();
+        let buffer = crate::memory::adopt(memory, &[2, 3], float, kept, std::ptr::null_mut()).unwrap();
+        let arguments = [buffer];
+        let lists = [arguments.as_ptr()];
+        let mut results = [std::ptr::null_mut(); 2];
+        let outputs = [results.as_mut_ptr()];
+        let mut event = std::ptr::null_mut();
+        // struct_size, extension, send and recv callbacks and their counts, launch id, non-donatable inputs, …
+        let mut options = [0usize; 16];
+        options[0] = size_of_val(&options);
+        let mut execute = sys::LoadedExecutableExecute {
+            executable,
+            options: options.as_mut_ptr().cast(),
+            argument_lists: lists.as_ptr(),
+            num_devices: 1,
+            num_args: 1,
+            output_lists: outputs.as_ptr(),
+            events: &raw mut event,
+            ..Default::default()
+        };
+        // XLA runs a short program at once, and then says so itself; else the event does.
+        let error = call(table, &mut execute);
+        let refused = if error.is_null() {
+            let refused = said(table, call(table, &mut sys::EventAwait { event, ..Default::default() }));
+            assert!(call(table, &mut sys::EventDestroy { event, ..Default::default() }).is_null());
+            for buffer in results {
+                assert!(call(table, &mut sys::BufferDestroy { buffer, ..Default::default() }).is_null());
+            }
+            refused
+        } else {
+            said(table, error)
+        };
+        assert!(refused.contains("before init_process_group"), "{refused}");
+        assert!(call(table, &mut sys::BufferDestroy { buffer, ..Default::default() }).is_null());
+        assert!(call(table, &mut sys::LoadedExecutableDestroy { executable, ..Default::default() }).is_null());
+    }
+}
+
 #[test]
 fn a_virtual_slice_is_seen_and_the_rest_is_the_plugins_own() {
     let Some(file) = plugin() else { return };
@@ -120,6 +213,8 @@ fn a_virtual_slice_is_seen_and_the_rest_is_the_plugins_own() {
         assert_eq!((found.data, found.bytes, found.dtype), (memory, 24, Some(float)));
         assert!(call(table, &mut sys::BufferDestroy { buffer, ..Default::default() }).is_null());
         assert_eq!(count, 1);
+
+        programs_call_their_collectives(table, client);
 
         assert!(call(table, &mut sys::ClientDestroy { client, ..Default::default() }).is_null());
         assert!(crate::memory::virtual_client().is_null());

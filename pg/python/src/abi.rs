@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use podring_collective::{Blocks, Collective, DType, Kind as Op, Layout, Part, Reduction, Tensor};
+use podring_group::engine::DeviceCall;
 use podring_group::{Config, Error, Keep, Kind, ProcessGroup, Runtime, State, Store, StoreError, Work};
 use podring_interposer::memory;
 use smallvec::SmallVec;
@@ -23,6 +24,7 @@ pub const ABI: u32 = 1;
 pub const CAPSULE: &CStr = c"podring._core.abi";
 
 const SYNC: u32 = 1;
+const DEVICE: u32 = 2;
 const CONJ: u32 = 1;
 const NEG: u32 = 2;
 const NO_REDUCTION: u8 = 255;
@@ -437,8 +439,11 @@ unsafe extern "C" fn group_create(raw: *const RawConfig, out: *mut *mut ProcessG
             // Only the default group needs one: others are functions of its members.
             rendezvous: if raw.global_ranks.is_null() { crate::rendezvous::road()? } else { None },
         };
-        let group =
-            ProcessGroup::form(&Runtime::global(settings::hub)?, config, asks(raw.interrupted, raw.interrupted_ctx))?;
+        let group = ProcessGroup::form(
+            &Runtime::global(settings::process)?,
+            config,
+            asks(raw.interrupted, raw.interrupted_ctx),
+        )?;
         // SAFETY: the caller's place for the handle.
         unsafe { out.write(Box::into_raw(Box::new(group))) };
         Ok(())
@@ -460,8 +465,12 @@ unsafe extern "C" fn group_abort(handle: *mut ProcessGroup, why: *const c_char) 
 }
 
 unsafe extern "C" fn group_shutdown(handle: *mut ProcessGroup) {
-    // SAFETY: a live handle by the header.
-    sheltered((), || unsafe { group(handle) }.shutdown());
+    sheltered((), || {
+        // SAFETY: a live handle by the header.
+        let group = unsafe { group(handle) };
+        group.shutdown();
+        podring_interposer::end_world(group);
+    });
 }
 
 unsafe extern "C" fn group_free(handle: *mut ProcessGroup) {
@@ -597,7 +606,11 @@ unsafe extern "C" fn post(
         // SAFETY: as above.
         let collective = unsafe { collective(raw, group.rank()) }?;
         let timeout = (raw.timeout_ms > 0).then(|| duration(raw.timeout_ms));
-        let work = group.post(collective, Some(keep), timeout, raw.flags & SYNC != 0)?;
+        let work = if raw.flags & DEVICE != 0 && group.has_devices() {
+            group.post_device(DeviceCall { keep: Some(keep), timeout, ..DeviceCall::staged(collective) })?
+        } else {
+            group.post(collective, Some(keep), timeout, raw.flags & SYNC != 0)?
+        };
         // SAFETY: the caller's place for the handle.
         unsafe { out.write(Box::into_raw(Box::new(work))) };
         Ok(())

@@ -1,6 +1,7 @@
 //! The interposer's side of this module: `GetPjrtApi`, so that `TPU_LIBRARY_PATH` can name this very file and both
 //! handles on it are one instance, with one client.
 
+use std::collections::HashMap;
 use std::ffi::c_void;
 use std::panic::catch_unwind;
 use std::path::PathBuf;
@@ -47,9 +48,27 @@ fn slice_facts(name: &str) -> PyResult<(String, u64, u32, [u32; 3])> {
     Ok((kind.to_owned(), memory, slice.devices(), slice.dims()))
 }
 
+/// What the engine for tensors on devices has done in this process so far: (programs launched, programs compiled). None
+/// without such an engine, or before the first group.
+#[pyfunction]
+fn engine_counts() -> Option<(u64, u64)> {
+    let chip = podring_group::Runtime::chip()?;
+    Some((chip.launched(), chip.counts().compiled))
+}
+
+/// What became of programs with collectives on a virtual slice, since the process began: how many were one collective
+/// (`whole`), had some among other operations (`mixed`, with `inside` collectives in all), and were refused.
+#[pyfunction]
+fn program_counts() -> HashMap<&'static str, u64> {
+    let counts = podring_interposer::counts();
+    [("whole", counts.whole), ("mixed", counts.mixed), ("inside", counts.inside), ("refused", counts.refused)].into()
+}
+
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(interpose, module)?)?;
     module.add_function(wrap_pyfunction!(interposed, module)?)?;
     module.add_function(wrap_pyfunction!(slice_facts, module)?)?;
+    module.add_function(wrap_pyfunction!(engine_counts, module)?)?;
+    module.add_function(wrap_pyfunction!(program_counts, module)?)?;
     Ok(())
 }

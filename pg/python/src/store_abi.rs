@@ -316,7 +316,7 @@ fn perform(
     match raw.op {
         0 => store.set(key(0)?, value(0)?)?,
         1 => sink(&store.get(key(0)?, timeout)?),
-        2 => store.wait(&all()?, timeout)?,
+        2 => store.wait(&borrowed()?, timeout)?,
         3 => *number = store.check(&all()?)?.into(),
         4 => *number = store.add(key(0)?, raw.number)?,
         5 => sink(&store.compare_set(key(0)?, value(0)?, value(1)?)?),

@@ -11,6 +11,7 @@ use rustc_hash::FxHashMap;
 use tokio::sync::{Notify, oneshot};
 
 use super::journal::Journal;
+use crate::board::Board;
 use crate::decide::Answer;
 use crate::decide::barrier::Barriers;
 use crate::decide::keyvalue::{KeyValue, Outcome};
@@ -39,6 +40,8 @@ pub(super) struct State {
     barrier_calls: FxHashMap<u64, oneshot::Sender<Result<(), Refusal>>>,
     journal: Option<Journal>,
     journal_epoch: u64,
+    /// Made when the first client of this host comes; `None` in it: it can't be had.
+    board: Option<Option<Arc<Board>>>,
     /// When the ticker looks next, if nobody calls it sooner.
     planned: Option<Duration>,
 }
@@ -79,6 +82,7 @@ impl Shared {
             barrier_calls: FxHashMap::default(),
             journal,
             journal_epoch,
+            board: None,
             planned: None,
         };
         let (state, began) = (Mutex::new(state), Instant::now());
@@ -111,6 +115,7 @@ impl Shared {
             message_bytes: self.message_bytes as u64,
             key_bytes: limits.key_bytes as u64,
             value_bytes: limits.value_bytes as u64,
+            quiet_keys: u32::try_from(limits.keys_per_call).unwrap_or(u32::MAX),
         }
     }
 
@@ -165,6 +170,22 @@ impl Shared {
             self.sooner.notify_one();
         }
         result
+    }
+
+    /// Where clients of this host see which keys exist, if that can be had.
+    pub(super) fn board(&self) -> Option<Arc<Board>> {
+        self.with(|state, _| {
+            if let Some(board) = &state.board {
+                return board.clone();
+            }
+            let board =
+                Board::new().inspect_err(|error| tracing::warn!(%error, "no board of the keys")).ok().map(Arc::new);
+            if let Some(board) = board.clone() {
+                state.store.keep_presence(move |key| board.print(key));
+            }
+            state.board = Some(board.clone());
+            board
+        })
     }
 
     /// Lets go of the journal, so that another coordinator can take it.
@@ -380,7 +401,7 @@ impl State {
         }
     }
 
-    /// Answers the calls whose answer is there, and writes the journal.
+    /// Answers the calls whose answer is there, writes the journal, and shows which keys exist.
     fn settle(&mut self) {
         // A value that goes back may wake somebody else.
         loop {
@@ -398,6 +419,14 @@ impl State {
                 let _ = caller.send(outcome);
             }
         }
+        self.write_journal();
+        // The last of all: who sees a key there finds it in the store, and a restart with the journal finds it too.
+        if let Some(Some(board)) = &self.board {
+            self.store.presence(|print, exists| board.turn(print, exists));
+        }
+    }
+
+    fn write_journal(&mut self) {
         let epoch = self.roster.epoch();
         let Some(journal) = &mut self.journal else { return };
         let changes = self.store.changes();

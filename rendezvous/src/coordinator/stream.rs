@@ -1,6 +1,7 @@
 //! The store stream: the store's calls without HTTP/2 around them, all on one thread of their own.
 
-use std::io;
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::linux::net::SocketAddrExt as _;
@@ -17,15 +18,17 @@ use podring_fork::Marked;
 use podring_proto as pb;
 use prost::Message as _;
 use rustc_hash::FxHashMap;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::timeout;
 
 use super::guard::Stop;
 use super::state::Shared;
+use crate::board::Board;
 use crate::decide::keyvalue::{KeyValue, Outcome, Want};
 use crate::decide::{bounded, invalid};
-use crate::frame::{self, HELLO, Inbound, MAGIC, Many};
+use crate::frame::{self, About, HELLO, Inbound, MAGIC, Many};
 use crate::refusal::Refusal;
 use crate::secret::Token;
 use crate::wire;
@@ -55,6 +58,16 @@ struct Client {
     done: AtomicU64,
     /// Why one was refused, until the client has been told.
     refused: Mutex<Option<Refusal>>,
+}
+
+/// What became of a call of many keys.
+enum Done {
+    /// It is another call, or one that waits.
+    Not,
+    /// It is done and wants no answer.
+    Quietly,
+    /// The answer is written.
+    Answered,
 }
 
 /// The thread that serves them.
@@ -149,29 +162,38 @@ impl Calls {
         })
     }
 
-    /// Does a call of many keys that needs no waiting, and writes its answer into `out`; whether it was one.
-    fn many(&self, message: &[u8], client: &Client, out: &mut Vec<u8>) -> bool {
-        let Some(Many { number, after, instance, keys, values }) = Many::read(message) else { return false };
-        if client.done.load(Ordering::Relaxed) < after || client.refused.lock().is_some() {
-            return false;
+    /// Does a call of many keys that needs no waiting, and writes its answer, if it wants one, into `out`.
+    fn many(&self, message: &[u8], client: &Client, out: &mut Vec<u8>) -> Done {
+        let Some(Many { about, instance, keys, values }) = Many::read(message) else { return Done::Not };
+        let About { number, after, quiet } = about;
+        let owed = !quiet && client.refused.lock().is_some();
+        if client.done.load(Ordering::Relaxed) < after || owed || quiet && values.is_none() {
+            return Done::Not;
         }
         let done = match &values {
-            Some(values) => self.store(instance, |store| store.multi_set(&keys, values)).map(|()| {
-                frame::encode(&pb::StoreReply { number, reply: Some(Reply::Done(pb::Done {})) }, out);
-                true
-            }),
+            Some(values) => {
+                let done = self.store(instance, |store| store.multi_set(&keys, values));
+                if quiet {
+                    client.done(done);
+                    return Done::Quietly;
+                }
+                done.map(|()| {
+                    frame::encode(&pb::StoreReply { number, reply: Some(Reply::Done(pb::Done {})) }, out);
+                    Done::Answered
+                })
+            }
             None => self.store(instance, |store| {
-                let Some(values) = store.values(&keys)? else { return Ok(false) };
+                let Some(values) = store.values(&keys)? else { return Ok(Done::Not) };
                 let bytes = values.iter().map(|value| value.len() + 8).sum();
                 bounded("bytes of an answer", bytes, self.shared.message_bytes)?;
                 frame::values(number, values.iter().copied(), out);
-                Ok(true)
+                Ok(Done::Answered)
             }),
         };
         done.unwrap_or_else(|refusal| {
             let reply = Some(Reply::Refused(wire::refused(&refusal).1));
             frame::encode(&pb::StoreReply { number, reply }, out);
-            true
+            Done::Answered
         })
     }
 
@@ -218,6 +240,14 @@ impl Calls {
 }
 
 impl Client {
+    /// A quiet call is done.
+    fn done(&self, how: Result<(), Refusal>) {
+        self.done.fetch_add(1, Ordering::Relaxed);
+        if let Err(refusal) = how {
+            self.refused.lock().get_or_insert(refusal);
+        }
+    }
+
     /// Waits until so many quiet calls are done: those of another stream may be read a moment later than this one's.
     async fn reach(&self, after: u64) -> Result<(), Refusal> {
         let since = Instant::now();
@@ -261,7 +291,7 @@ async fn run(
         // A host that is gone without a word must not hold its calls for ever.
         let _ = keep_alive(&stream, calls.shared.silence);
         if let Ok(stream) = tokio::net::TcpStream::from_std(stream) {
-            tokio::spawn(attend(stream, Arc::clone(&calls), seat));
+            tokio::spawn(attend(stream, Arc::clone(&calls), seat, false));
         }
     }
 }
@@ -284,7 +314,7 @@ async fn accept(beside: Beside, calls: Arc<Calls>, seats: Arc<Semaphore>) {
         if let Ok(seat) = Arc::clone(&seats).try_acquire_owned()
             && known
         {
-            tokio::spawn(attend(stream, Arc::clone(&calls), seat));
+            tokio::spawn(attend(stream, Arc::clone(&calls), seat, true));
         }
     }
 }
@@ -300,13 +330,16 @@ pub(crate) fn keep_alive(stream: &impl AsFd, silence: Duration) -> io::Result<()
     Ok(())
 }
 
-async fn attend<S: AsyncRead + AsyncWrite + AsRawFd + Unpin>(
+/// `beside`: through a Unix socket.
+async fn attend<S: AsyncRead + AsyncWrite + AsRawFd + AsFd + Unpin>(
     stream: S,
     calls: Arc<Calls>,
     _seat: OwnedSemaphorePermit,
+    beside: bool,
 ) {
     let _mark = Marked::new(&stream);
-    let mut line = Line { _mark, stream, inbound: Inbound::default(), out: Vec::new(), silence: calls.shared.silence };
+    let (inbound, silence) = (Inbound::default(), calls.shared.silence);
+    let mut line = Line { _mark, stream, inbound, out: Vec::new(), silence, beside };
     if let Err(error) = line.serve(&calls).await {
         tracing::debug!(%error, "a store stream ended");
     }
@@ -319,9 +352,10 @@ struct Line<S> {
     inbound: Inbound,
     out: Vec<u8>,
     silence: Duration,
+    beside: bool,
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
+impl<S: AsyncRead + AsyncWrite + AsFd + Unpin> Line<S> {
     async fn serve(&mut self, calls: &Calls) -> io::Result<()> {
         // Bounded in time and size, and nothing but this is read of one who isn't known yet.
         let hello = timeout(calls.shared.silence, self.hello()).await.map_err(|_| io::ErrorKind::TimedOut)??;
@@ -330,7 +364,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
             Ok(()) => Reply::Hello(calls.shared.hello()),
             Err(refusal) => Reply::Refused(wire::refused(refusal).1),
         };
-        self.say(0, reply).await?;
+        let board = if self.beside && admitted.is_ok() { calls.shared.board() } else { None };
+        match board {
+            Some(board) => self.give(reply, &board)?,
+            None => self.say(0, reply).await?,
+        }
         if admitted.is_err() {
             return Ok(());
         }
@@ -339,11 +377,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
             let pb::StoreCall { number, quiet, after, call } = loop {
                 match self.inbound.frame(calls.shared.message_bytes) {
                     Ok(Some(message)) => {
-                        if calls.many(message, &client, &mut self.out) {
-                            self.write().await?;
-                            continue;
+                        match calls.many(message, &client, &mut self.out) {
+                            Done::Not => break pb::StoreCall::decode(message)?,
+                            Done::Quietly => {}
+                            Done::Answered => self.write().await?,
                         }
-                        break pb::StoreCall::decode(message)?;
+                        continue;
                     }
                     Ok(None) => {}
                     Err(frame::TooLong(length)) => {
@@ -361,7 +400,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
                 if !quiet && let Some(refusal) = client.refused.lock().take() {
                     return Err(refusal);
                 }
-                if quiet && !matches!(call, Some(Call::Set(_))) {
+                if quiet && !matches!(call, Some(Call::Set(_) | Call::MultiSet(_))) {
                     return Err(invalid("call", "a quiet one that isn't a set"));
                 }
                 let call = call.ok_or_else(|| invalid("call", "one that this coordinator doesn't know"))?;
@@ -377,10 +416,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
                 _ = self.read(), if !quiet => return Ok(()),
             };
             if quiet {
-                client.done.fetch_add(1, Ordering::Relaxed);
-                if let Err(refusal) = reply {
-                    client.refused.lock().get_or_insert(refusal);
-                }
+                client.done(reply.map(drop));
                 continue;
             }
             let reply = reply.unwrap_or_else(|refusal: Refusal| Reply::Refused(wire::refused(&refusal).1));
@@ -419,6 +455,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
     async fn say(&mut self, number: u64, reply: Reply) -> io::Result<()> {
         frame::encode(&pb::StoreReply { number, reply: Some(reply) }, &mut self.out);
         self.write().await
+    }
+
+    /// The answer to the hello, and the board with it. There is room for it: nothing was said on this socket before.
+    fn give(&mut self, reply: Reply, board: &Board) -> io::Result<()> {
+        frame::encode(&pb::StoreReply { number: 0, reply: Some(reply) }, &mut self.out);
+        let fds = [board.give()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        control.push(SendAncillaryMessage::ScmRights(&fds));
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let sent = sendmsg(&self.stream, &[IoSlice::new(&self.out)], &mut control, flags)?;
+        if sent == self.out.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
 
     async fn write(&mut self) -> io::Result<()> {

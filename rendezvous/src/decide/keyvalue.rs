@@ -106,6 +106,13 @@ pub struct KeyValue {
     next: u64,
     woken: Vec<(u64, Outcome)>,
     journal: Option<Vec<Change>>,
+    presence: Option<Presence>,
+}
+
+/// Keys that came to exist or ceased to, by their hashes.
+struct Presence {
+    hash: Box<dyn Fn(&str) -> u64 + Send>,
+    turns: Vec<(u64, bool)>,
 }
 
 impl KeyValue {
@@ -127,6 +134,20 @@ impl KeyValue {
     /// The changes since the last call.
     pub fn changes(&mut self) -> Vec<Change> {
         self.journal.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// A store that keeps account, from now on, of which keys exist, by their hashes; see [`KeyValue::presence`].
+    pub fn keep_presence(&mut self, hash: impl Fn(&str) -> u64 + Send + 'static) {
+        let queues = self.queues.keys().filter(|key| !self.values.contains_key(*key));
+        let turns = self.values.keys().chain(queues).map(|key| (hash(key), true)).collect();
+        self.presence = Some(Presence { hash: Box::new(hash), turns });
+    }
+
+    /// The keys that came to exist (true) or ceased to since the last call, in order.
+    pub fn presence(&mut self, mut each: impl FnMut(u64, bool)) {
+        if let Some(presence) = &mut self.presence {
+            presence.turns.drain(..).for_each(|(hash, exists)| each(hash, exists));
+        }
     }
 
     /// The changes that make an empty store into this one.
@@ -385,6 +406,12 @@ impl KeyValue {
         }
     }
 
+    fn turned(&mut self, key: &str, exists: bool) {
+        if let Some(Presence { hash, turns }) = &mut self.presence {
+            turns.push((hash(key), exists));
+        }
+    }
+
     fn put(&mut self, key: &str, value: Vec<u8>) {
         if self.write(key, value) {
             self.appeared(key);
@@ -412,6 +439,9 @@ impl KeyValue {
         }
         self.bytes += key.len();
         self.values.insert(key.to_owned(), value);
+        if !self.queues.contains_key(key) {
+            self.turned(key, true);
+        }
         true
     }
 
@@ -427,6 +457,7 @@ impl KeyValue {
             found = true;
         }
         if found {
+            self.turned(key, false);
             self.note(|| Change::Delete(key.to_owned()));
         }
         found
@@ -446,6 +477,9 @@ impl KeyValue {
             queue.push_back(value);
         }
         if queue.len() == 1 {
+            if !self.values.contains_key(key) {
+                self.turned(key, true);
+            }
             self.appeared(key);
         }
     }
@@ -455,6 +489,9 @@ impl KeyValue {
         let value = queue.pop_front()?;
         if queue.is_empty() {
             self.queues.remove(key);
+            if !self.values.contains_key(key) {
+                self.turned(key, false);
+            }
         }
         self.bytes -= key.len() + value.len();
         self.queued -= 1;

@@ -195,6 +195,9 @@ proptest! {
     fn the_store_is_the_naive_one(steps in proptest::collection::vec(step(), 0..60)) {
         let (mut kv, mut naive, mut now) = (KeyValue::default(), Naive::default(), Duration::ZERO);
         kv.keep_journal();
+        // The keys' own numbers for hashes.
+        kv.keep_presence(|key| key[3..].parse().unwrap());
+        let mut present = BTreeSet::new();
         let mut journal = Vec::new();
         let key = |k: u8| format!("key{k}");
         let mut ids = Vec::new();
@@ -277,7 +280,19 @@ proptest! {
             }
             prop_assert_eq!(kv.waiting(), naive.waiters.len());
             journal.extend(kv.changes());
+            kv.presence(|hash, exists| {
+                let news = if exists { present.insert(hash) } else { present.remove(&hash) };
+                assert!(news, "{hash}: {exists} twice");
+            });
+            for k in 0..=u64::from(u8::MAX) {
+                prop_assert_eq!(present.contains(&k), naive.has(&format!("key{k}"), Want::Existence), "{}", k);
+            }
         }
+        // One who begins to look later sees the same.
+        let mut later = BTreeSet::new();
+        kv.keep_presence(|key| key[3..].parse().unwrap());
+        kv.presence(|hash, exists| assert!(exists && later.insert(hash)));
+        prop_assert_eq!(later, present);
         // What the journal says is what is there.
         let mut again = KeyValue::default();
         journal.into_iter().for_each(|change| again.replay(change));

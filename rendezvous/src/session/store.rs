@@ -13,6 +13,7 @@ use tonic::{Response, Status};
 use super::connect::{Access, Client, Connection, call_error, connect};
 use super::error::Error;
 use super::stream::{self, Streams};
+use crate::refusal::Refusal;
 use crate::{runtime, wire};
 
 /// What a call may take beyond the time it waits for something by intention.
@@ -107,9 +108,23 @@ impl Store {
     }
 
     /// Waits until all keys exist.
-    pub fn wait(&self, keys: &[String], timeout: Duration) -> Result<(), Error> {
-        let (instance, keys, timeout_ms) = (self.instance(), keys.to_vec(), wire::milliseconds(timeout));
-        self.done("wait", Call::Wait(pb::WaitRequest { instance, keys, timeout_ms }), timeout)
+    pub fn wait<K: AsRef<str>>(&self, keys: &[K], timeout: Duration) -> Result<(), Error> {
+        let began = Instant::now();
+        // On the coordinator's own host that needs no message. What goes wrong is for the coordinator to say.
+        if let (Link::Stream(streams), [key]) = (&self.link, keys)
+            && !timeout.is_zero()
+            && streams.watch(key.as_ref(), timeout, timeout.saturating_add(self.answer), self.asks.as_ref())?
+        {
+            return Ok(());
+        }
+        let left = timeout.saturating_sub(began.elapsed());
+        let keys = keys.iter().map(|key| key.as_ref().to_owned()).collect();
+        let (instance, timeout_ms) = (self.instance(), wire::milliseconds(left));
+        let mut done = self.done("wait", Call::Wait(pb::WaitRequest { instance, keys, timeout_ms }), left);
+        if let Err(Error::Refused { refusal: Refusal::KeysMissing { waited, .. }, .. }) = &mut done {
+            *waited = (*waited).max(began.elapsed());
+        }
+        done
     }
 
     /// Whether all keys exist.
@@ -178,8 +193,13 @@ impl Store {
         }
     }
 
-    /// Writes several keys, all or none.
+    /// Writes several keys, all or none. Few short ones aren't waited for, as with [`Store::set`].
     pub fn multi_set<K: AsRef<str>, V: AsRef<[u8]>>(&self, keys: &[K], values: &[V]) -> Result<(), Error> {
+        if let Link::Stream(streams) = &self.link
+            && streams.multi_set_quietly(keys, values, self.answer, self.asks.as_ref())?
+        {
+            return Ok(());
+        }
         let reply = match &self.link {
             Link::Stream(streams) => streams.multi_set((keys, values), self.answer, self.asks.as_ref())?,
             Link::Grpc(_) => {

@@ -3,7 +3,8 @@
 //! A call has a connection for itself while it lasts; connections are kept for later calls. So a thread that waits
 //! holds no other up, and a forked child, which must not touch its parent's connections, makes its own.
 
-use std::io;
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt as _;
@@ -23,13 +24,14 @@ use rustix::buffer::spare_capacity;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{RecvFlags, SendFlags, recv, send};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, RecvMsg, SendFlags, recv, recvmsg, send};
 
 use super::connect::{self, Access};
 use super::error::Error;
 use super::store::Asks;
+use crate::board::{Look, View};
 use crate::coordinator::stream::keep_alive;
-use crate::frame::{self, HELLO, Inbound, MAGIC};
+use crate::frame::{self, About, HELLO, Inbound, MAGIC};
 use crate::secret::Token;
 use crate::wire;
 
@@ -37,8 +39,8 @@ use crate::wire;
 const ASKING: Duration = Duration::from_millis(100);
 /// Connections that are kept for later calls.
 const KEPT: usize = 16;
-/// Bytes of the longest key and value whose set isn't waited for.
-const QUIET: (usize, usize) = (4096, 64 << 10);
+/// What isn't waited for, if the coordinator takes it.
+const QUIET: Quiet = Quiet { key_bytes: 4096, value_bytes: 64 << 10, keys: 1024 };
 
 /// A client's name; 0, with which no call is quiet, if there is no randomness.
 fn nonce() -> u64 {
@@ -55,13 +57,23 @@ pub(super) struct Streams {
     /// The name of this client in quiet calls, and how many it has made.
     client: AtomicU64,
     sent: AtomicU64,
-    /// Bytes of the longest key and value in a quiet call: none is refused for its length.
-    quiet: (usize, usize),
+    quiet: Quiet,
     idle: Mutex<Idle>,
 }
 
+/// Bounds of a quiet call: none is refused for its length.
+#[derive(Clone, Copy, Debug)]
+struct Quiet {
+    /// Of the longest key.
+    key_bytes: usize,
+    /// Of the longest value, and of all keys and values together.
+    value_bytes: usize,
+    /// Of a multi_set.
+    keys: usize,
+}
+
 struct Idle {
-    /// The process whose connections these are.
+    /// The process whose connections these are, in forks since the first.
     owner: u32,
     lines: Vec<Line>,
 }
@@ -73,6 +85,8 @@ struct Road {
     beside: Option<String>,
     token: Option<Token>,
     message_bytes: usize,
+    /// The board that came last.
+    board: Mutex<Option<Arc<View>>>,
 }
 
 /// One connection.
@@ -87,6 +101,8 @@ struct Line {
     /// A quiet call was made on it, and nothing answered since.
     unsure: bool,
     message_bytes: usize,
+    /// Which keys exist, of a coordinator on this host.
+    board: Option<Arc<View>>,
 }
 
 /// Why an exchange has no answer.
@@ -132,7 +148,7 @@ impl Streams {
         };
         podring_fork::install();
         let (token, message_bytes) = (access.token.clone(), access.message_bytes);
-        let mut road = Road { peer, beside: None, token, message_bytes };
+        let mut road = Road { peer, beside: None, token, message_bytes, board: Mutex::default() };
         let until = Until { deadline: Instant::now() + limit, asks: None };
         let client = nonce();
         let (mut line, mut hello) = match road.greet(stream.into(), (client, 0), &until) {
@@ -155,11 +171,13 @@ impl Streams {
         road.message_bytes = line.message_bytes;
         // Not all of it is for Unix sockets, and none of them needs it.
         let _ = keep_alive(&line.socket, silence);
-        let idle = Mutex::new(Idle { owner: std::process::id(), lines: vec![line] });
+        let idle = Mutex::new(Idle { owner: podring_fork::generation(), lines: vec![line] });
         let endpoint = access.endpoints.join(", ").into();
         let (client, sent) = (AtomicU64::new(client), AtomicU64::new(0));
         let least = |most: usize, theirs: u64| usize::try_from(theirs).map_or(most, |theirs| most.min(theirs));
-        let quiet = (least(QUIET.0, hello.key_bytes), least(QUIET.1, hello.value_bytes));
+        let (key_bytes, value_bytes) =
+            (least(QUIET.key_bytes, hello.key_bytes), least(QUIET.value_bytes, hello.value_bytes));
+        let quiet = Quiet { key_bytes, value_bytes, keys: least(QUIET.keys, hello.quiet_keys.into()) };
         Ok(Some(Streams { endpoint, instance: hello.instance, silence, road, client, sent, quiet, idle }))
     }
 
@@ -181,26 +199,61 @@ impl Streams {
     /// A set that isn't waited for: it is done before whatever this client does next, on whichever connection. `false`:
     /// that can't be had, and nothing was done.
     pub(super) fn set(&self, key: &str, value: &[u8], limit: Duration, asks: Option<&Asks>) -> Result<bool, Error> {
-        if key.len() > self.quiet.0 || value.len() > self.quiet.1 {
+        if key.len() > self.quiet.key_bytes || value.len() > self.quiet.value_bytes {
             return Ok(false);
         }
+        let encode = |About { number, after, quiet }, out: &mut Vec<u8>| {
+            let request = pb::SetRequest { instance: self.instance, key: key.to_owned(), value: value.to_owned() };
+            frame::encode(&pb::StoreCall { number, quiet, after, call: Some(Call::Set(request)) }, out);
+        };
+        self.say("set", encode, limit, asks)
+    }
+
+    /// A multi_set that isn't waited for, in the same way.
+    pub(super) fn multi_set_quietly<K: AsRef<str>, V: AsRef<[u8]>>(
+        &self,
+        keys: &[K],
+        values: &[V],
+        limit: Duration,
+        asks: Option<&Asks>,
+    ) -> Result<bool, Error> {
+        let Quiet { key_bytes, value_bytes, keys: most } = self.quiet;
+        let long = |key: &K| key.as_ref().len() > key_bytes;
+        if keys.len() != values.len() || keys.len() > most || keys.iter().any(long) {
+            return Ok(false);
+        }
+        let bytes = keys.iter().zip(values).map(|(key, value)| key.as_ref().len() + value.as_ref().len());
+        if bytes.sum::<usize>() > value_bytes {
+            return Ok(false);
+        }
+        let encode = |about, out: &mut Vec<u8>| frame::multi_set(about, self.instance, keys, values, out);
+        self.say("multi_set", encode, limit, asks)
+    }
+
+    /// Writes a quiet call. `false`: the coordinator doesn't know this client, and nothing was done.
+    fn say(
+        &self,
+        call: &'static str,
+        encode: impl FnOnce(About, &mut Vec<u8>),
+        limit: Duration,
+        asks: Option<&Asks>,
+    ) -> Result<bool, Error> {
         let until = Until { deadline: Instant::now() + limit, asks };
         let mut line = match self.kept()? {
             Some(line) => line,
-            None => self.open("set", limit.min(self.silence), asks)?,
+            None => self.open(call, limit.min(self.silence), asks)?,
         };
         if line.client == 0 || line.client != self.client.load(Ordering::SeqCst) {
             self.keep(line);
             return Ok(false);
         }
         let after = self.sent.fetch_add(1, Ordering::SeqCst);
-        let request = pb::SetRequest { instance: self.instance, key: key.to_owned(), value: value.to_owned() };
-        match line.say(after, request, &until) {
+        match line.say(after, encode, &until) {
             Ok(()) => self.keep(line),
             Err(failed) => {
                 // Whether it arrived isn't known, and those who wait for it would wait in vain: another name.
                 self.rename(&mut self.idle.lock());
-                return Err(self.failed("set", failed, limit));
+                return Err(self.failed(call, failed, limit));
             }
         }
         Ok(true)
@@ -208,9 +261,14 @@ impl Streams {
 
     /// Begins anew as another client, without connections.
     fn rename(&self, idle: &mut Idle) {
-        *idle = Idle { owner: std::process::id(), lines: Vec::new() };
+        *idle = Idle { owner: podring_fork::generation(), lines: Vec::new() };
         self.sent.store(0, Ordering::SeqCst);
         self.client.store(nonce(), Ordering::SeqCst);
+    }
+
+    /// Of a call that is answered.
+    fn about(&self, number: u64) -> About {
+        About { number, after: self.sent.load(Ordering::SeqCst), quiet: false }
     }
 
     /// multi_set, with nothing copied but into the frame.
@@ -221,7 +279,7 @@ impl Streams {
         asks: Option<&Asks>,
     ) -> Result<Reply, Error> {
         let encode = |number, out: &mut Vec<u8>| {
-            frame::multi_set((number, self.sent.load(Ordering::SeqCst)), self.instance, keys, values, out);
+            frame::multi_set(self.about(number), self.instance, keys, values, out);
         };
         self.exchange("multi_set", Exchange { encode, read: decoded }, limit, asks)
     }
@@ -236,7 +294,7 @@ impl Streams {
         asks: Option<&Asks>,
     ) -> Result<Reply, Error> {
         let encode = |number, out: &mut Vec<u8>| {
-            frame::multi_get((number, self.sent.load(Ordering::SeqCst)), self.instance, keys, timeout_ms, out);
+            frame::multi_get(self.about(number), self.instance, keys, timeout_ms, out);
         };
         let read = |message: &[u8]| match frame::read_values(message) {
             Some((number, values)) => {
@@ -246,6 +304,55 @@ impl Streams {
             None => decoded(message),
         };
         self.exchange("multi_get", Exchange { encode, read }, limit, asks)
+    }
+
+    /// Waits for a key by the board, for at most `timeout`; true if it exists. Otherwise the coordinator must be asked.
+    /// `limit` is for a connection, if there is none.
+    pub(super) fn watch(
+        &self,
+        key: &str,
+        timeout: Duration,
+        limit: Duration,
+        asks: Option<&Asks>,
+    ) -> Result<bool, Error> {
+        let began = Instant::now();
+        let until = Until { deadline: began + timeout, asks };
+        let line = match self.kept()? {
+            Some(line) => line,
+            None => self.open("wait", limit.min(self.silence), asks)?,
+        };
+        let Some(board) = &line.board else {
+            self.keep(line);
+            return Ok(false);
+        };
+        let print = board.print(key);
+        let seen = loop {
+            let changes = match board.look(print) {
+                Look::There => break true,
+                Look::Unknown => break false,
+                Look::Absent(changes) => changes,
+            };
+            let left = until.deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break false;
+            }
+            if board.sleep(print, changes, left.min(ASKING)) {
+                continue;
+            }
+            if !line.alive() {
+                if line.unsure {
+                    self.rename(&mut self.idle.lock());
+                }
+                let broken = Failed::Broken("it closed the connection".to_owned());
+                return Err(self.failed("wait", broken, began.elapsed()));
+            }
+            if asks.is_some_and(|asks| asks()) {
+                self.keep(line);
+                return Err(Error::Interrupted { call: "wait" });
+            }
+        };
+        self.keep(line);
+        Ok(seen)
     }
 
     fn exchange<E, R>(
@@ -305,7 +412,7 @@ impl Streams {
     /// A kept connection that is alive. An error, once, if one has ended before a set was known to be done.
     fn kept(&self) -> Result<Option<Line>, Error> {
         let mut idle = self.idle.lock();
-        let me = std::process::id();
+        let me = podring_fork::generation();
         if idle.owner != me {
             // Those of the process this one was forked from, closed here by now.
             self.rename(&mut idle);
@@ -326,7 +433,7 @@ impl Streams {
 
     fn keep(&self, line: Line) {
         let mut idle = self.idle.lock();
-        let same = line.client == self.client.load(Ordering::SeqCst) && idle.owner == std::process::id();
+        let same = line.client == self.client.load(Ordering::SeqCst) && idle.owner == podring_fork::generation();
         if idle.lines.len() < KEPT && same {
             idle.lines.push(line);
         }
@@ -387,13 +494,17 @@ impl Road {
         // A read that sleeps wakes so often to see whether to go on.
         let socket = Guarded::new(socket);
         set_socket_timeout(&socket, Timeout::Recv, Some(ASKING)).map_err(|error| Failed::Broken(error.to_string()))?;
-        let mut line = Line { socket, inbound, out: Vec::new(), number: 0, client, unsure: false, message_bytes };
+        let (out, unsure, board) = (Vec::new(), false, None);
+        let mut line = Line { socket, inbound, out, number: 0, client, unsure, message_bytes, board };
         let token = self.token.as_ref().map(Token::reveal).unwrap_or_default();
         let hello = pb::StoreHello { version: wire::VERSION.to_owned(), token, client, sent };
         let mut out = Vec::new();
         frame::encode(&hello, &mut out);
         out.splice(..0, *MAGIC);
         line.write(&out, until)?;
+        if let Some(fd) = line.passed(until)? {
+            line.board = self.view(&fd);
+        }
         match line.answer(0, HELLO, until, decoded)? {
             Reply::Hello(hello) => {
                 let theirs = usize::try_from(hello.message_bytes).ok().filter(|bytes| *bytes > 0);
@@ -406,6 +517,17 @@ impl Road {
             },
             _ => Err(Failed::Nonsense("no answer to the hello".to_owned())),
         }
+    }
+}
+
+impl Road {
+    /// The board that a descriptor is of; one for all connections to the same coordinator.
+    fn view(&self, fd: &OwnedFd) -> Option<Arc<View>> {
+        let mut last = self.board.lock();
+        if !last.as_ref().is_some_and(|view| view.is_of(fd)) {
+            *last = View::new(fd).ok().map(Arc::new);
+        }
+        last.clone()
     }
 }
 
@@ -427,6 +549,37 @@ impl Line {
         matches!(recv(&self.socket, &mut byte[..], flags), Err(Errno::AGAIN))
     }
 
+    /// Reads until the answer to the hello is there; what came with it.
+    fn passed(&mut self, until: &Until<'_>) -> Result<Option<OwnedFd>, Failed> {
+        let mut passed = None;
+        loop {
+            match self.inbound.next(HELLO) {
+                Ok(Some(range)) if range.end <= self.inbound.bytes.len() => return Ok(passed),
+                Ok(_) => {}
+                // Told by whoever reads the answer.
+                Err(frame::TooLong(_)) => return Ok(passed),
+            }
+            let mut bytes = [0; 1024];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let into = &mut [IoSliceMut::new(&mut bytes)];
+            match recvmsg(&self.socket, into, &mut control, RecvFlags::CMSG_CLOEXEC) {
+                Ok(RecvMsg { bytes: 0, .. }) => return Err(Failed::Broken("it closed the connection".to_owned())),
+                Ok(got) => {
+                    self.inbound.bytes.extend_from_slice(&bytes[..got.bytes]);
+                    for message in control.drain() {
+                        if let RecvAncillaryMessage::ScmRights(mut rights) = message {
+                            passed = rights.next().or(passed);
+                        }
+                    }
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => until.passed()?,
+                Err(error) => return Err(Failed::Broken(error.to_string())),
+            }
+        }
+    }
+
     fn exchange<E, R>(&mut self, what: Exchange<E, R>, until: &Until<'_>) -> Result<Reply, Failed>
     where
         E: FnOnce(u64, &mut Vec<u8>),
@@ -443,11 +596,10 @@ impl Line {
     }
 
     /// Writes a quiet call.
-    fn say(&mut self, after: u64, request: pb::SetRequest, until: &Until<'_>) -> Result<(), Failed> {
+    fn say(&mut self, after: u64, encode: impl FnOnce(About, &mut Vec<u8>), until: &Until<'_>) -> Result<(), Failed> {
         self.number += 1;
-        let call = pb::StoreCall { number: self.number, quiet: true, after, call: Some(Call::Set(request)) };
         let mut out = std::mem::take(&mut self.out);
-        frame::encode(&call, &mut out);
+        encode(About { number: self.number, after, quiet: true }, &mut out);
         self.unsure = true;
         let written = self.write(&out, until);
         self.out = out;

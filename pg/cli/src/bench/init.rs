@@ -16,9 +16,9 @@ pub(super) type ByRanks = BTreeMap<u32, [f64; 2]>;
 /// What was measured: medians in milliseconds.
 #[derive(Debug, Deserialize)]
 pub(super) struct Times {
-    /// torch's search for the backend's name among the installed packages, once per process.
+    /// The part of `init` that is torch's search for the backend's name among the installed packages.
     discovery: ByRanks,
-    /// The first init_process_group of a process, after that.
+    /// The first init_process_group of a process.
     init: ByRanks,
     new_group: ByRanks,
     /// torch's own store barrier, which new_group holds if `barrier_held`.
@@ -47,7 +47,7 @@ impl Times {
         &self.init
     }
 
-    /// torch's own, shown.
+    /// torch's own part of it.
     pub(super) fn discovery(&self) -> &ByRanks {
         &self.discovery
     }
@@ -76,8 +76,8 @@ impl Times {
             let at = |by: &ByRanks| by.get(ranks).copied().unwrap_or([f64::NAN; 2]);
             let (group, barrier, search) = (at(&groups), at(&self.barrier), at(&self.discovery));
             format!(
-                "{ranks} ranks: init_process_group {:.1} ms, gloo {:.1} ms, without torch's search for the backend ({:.1} \
-                 ms, gloo {:.1} ms); new_group {:.2} ms, gloo {:.2} ms, without torch's own barrier ({:.2} ms{})",
+                "{ranks} ranks: init_process_group {:.1} ms, gloo {:.1} ms, of it torch's search for the backend {:.1} ms, \
+                 gloo {:.1} ms; new_group {:.2} ms, gloo {:.2} ms, without torch's own barrier ({:.2} ms{})",
                 init[0],
                 init[1],
                 search[0],

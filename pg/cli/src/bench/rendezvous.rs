@@ -136,7 +136,7 @@ struct Numbers {
 #[derive(Debug, Serialize)]
 struct Init {
     init_ms: ByRanks,
-    /// torch's search for the backend's name, not in the times above.
+    /// torch's search for the backend's name, in the times above.
     discovery_ms: ByRanks,
     new_group_ms: ByRanks,
     /// torch's own, not in the times above.

@@ -127,12 +127,46 @@ pub(crate) struct EarlyDirect {
     pub early: Early,
 }
 
+/// What an inquest knows of one rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Answer {
+    /// It called this, or is gone: nothing will change it.
+    Called(String),
+    Gone(String),
+    /// It had called nothing with the number in question when it was asked. It says so again when it does call.
+    NotYet(String),
+}
+
 /// A failed channel gathers what each rank had called before it tells its operations.
 pub(crate) struct Inquest {
     pub failure: Failure,
     pub seq: u64,
-    pub rows: Vec<Option<String>>,
+    pub rows: Vec<Option<Answer>>,
     pub until: Instant,
+}
+
+impl Answer {
+    /// How a table shows it.
+    pub fn text(self) -> String {
+        match self {
+            Answer::Called(text) | Answer::Gone(text) | Answer::NotYet(text) => text,
+        }
+    }
+}
+
+impl Inquest {
+    /// Nothing more is worth waiting for. Of ranks that differ, one that comes a moment later may be one more side, so
+    /// it is waited for; where a deadline passed, whoever hasn't called by then is late, and where fewer than two have
+    /// called, the difference isn't in collectives.
+    fn settled(&self) -> bool {
+        let callers = self.rows.iter().filter(|row| matches!(row, Some(Answer::Called(_)))).count();
+        let patient = matches!(self.failure, Failure::Mismatch { .. }) && callers >= 2;
+        self.rows.iter().all(|row| match row {
+            None => false,
+            Some(Answer::NotYet(_)) => !patient,
+            Some(Answer::Called(_) | Answer::Gone(_)) => true,
+        })
+    }
 }
 
 pub(crate) struct Channel {
@@ -214,25 +248,25 @@ impl Channel {
     }
 
     /// This rank's row for `seq`.
-    pub fn called(&self, seq: u64) -> String {
+    pub fn called(&self, seq: u64) -> Answer {
         let collectives = || self.records.iter().rev().filter(|record| !record.kind.is_point_to_point());
         if let Some(record) = collectives().find(|record| record.seq == seq) {
-            return format!("{record}{}", if record.done { ", finished" } else { "" });
+            return Answer::Called(format!("{record}{}", if record.done { ", finished" } else { "" }));
         }
-        match collectives().next() {
+        Answer::NotYet(match collectives().next() {
             Some(last) => format!(
                 "nothing yet; its last call was seq {}: {last}{}",
                 last.seq,
                 if last.done { ", finished" } else { ", not finished" }
             ),
             None => "nothing yet".into(),
-        }
+        })
     }
 
     /// The failure with its table, once every member has answered or time is up.
     pub fn verdict(&mut self, now: Instant) -> Option<Failure> {
         let inquest = self.inquest.as_ref()?;
-        if now < inquest.until && inquest.rows.iter().any(Option::is_none) {
+        if now < inquest.until && !inquest.settled() {
             return None;
         }
         let Inquest { mut failure, rows, .. } = self.inquest.take()?;
@@ -240,7 +274,10 @@ impl Channel {
             *ledger = rows
                 .into_iter()
                 .enumerate()
-                .map(|(rank, row)| LedgerRow { rank: rank as u32, called: row.unwrap_or_else(|| SILENT.into()) })
+                .map(|(rank, row)| LedgerRow {
+                    rank: rank as u32,
+                    called: row.map_or_else(|| SILENT.into(), Answer::text),
+                })
                 .collect();
         }
         Some(failure)

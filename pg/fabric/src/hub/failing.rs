@@ -7,12 +7,12 @@ use podring_collective::Kind;
 use smallvec::SmallVec;
 
 use super::Hub;
-use super::channel::{Channel, Inquest};
+use super::channel::{Answer, Channel, Inquest};
 use super::endpoint::{Endpoint, In, OpKey, Out, RecvKey, SendKey};
 use super::engine::{BURST, Engine, MatchKey, Stage};
 use super::play::Op;
 use crate::error::Failure;
-use crate::wire::{Frame, Header, HubId};
+use crate::wire::{Frame, Header, HubId, NOT_YET};
 
 /// A failed channel waits this long for what the others have to say: long enough for a rank that lives but gets no
 /// processor. Those known to be gone aren't waited for.
@@ -119,7 +119,10 @@ impl Engine {
     /// Fails a channel whose operations under way need a rank that is gone; those that don't may still finish.
     pub fn rank_gone(&mut self, id: u64, rank: u32, how: &str) {
         if let Some(inquest) = self.channels.get_mut(&id).and_then(|channel| channel.inquest.as_mut()) {
-            inquest.rows[rank as usize].get_or_insert_with(|| format!("gone: {how}"));
+            let row = &mut inquest.rows[rank as usize];
+            if !matches!(row, Some(Answer::Called(_))) {
+                *row = Some(Answer::Gone(format!("gone: {how}")));
+            }
         }
         let needing = self.ops.iter().find(|(key, op)| op.channel == id && !op.failed && self.needs(*key, op, rank));
         if let Some((op, _)) = needing {
@@ -170,13 +173,13 @@ impl Engine {
         let seq = failure.ledger_mut().map(|(seq, _)| seq);
         let called = seq.map(|seq| channel.called(seq));
         if let (Some(seq), Some(called)) = (seq, &called) {
-            let mut rows: Vec<Option<String>> = vec![None; channel.members.len()];
+            let mut rows: Vec<Option<Answer>> = vec![None; channel.members.len()];
             rows[channel.me as usize] = Some(called.clone());
             for (rank, &endpoint) in channel.members.iter().enumerate() {
                 if let Some(how) = self.endpoints.get(endpoint as usize).and_then(|peer| peer.dead.as_ref()) {
-                    rows[rank] = Some(format!("gone: {how}"));
+                    rows[rank] = Some(Answer::Gone(format!("gone: {how}")));
                 } else if channel.left[rank] {
-                    rows[rank] = Some("gone: it destroyed the group".into());
+                    rows[rank] = Some(Answer::Gone("gone: it destroyed the group".into()));
                 }
             }
             channel.inquest = Some(Inquest { failure: failure.clone(), seq, rows, until: Instant::now() + INQUEST });
@@ -188,14 +191,34 @@ impl Engine {
                 // Everybody with a table to fill spreads it: the first report may have gone to some only.
                 self.push_owned(endpoint, Header::new(Frame::Abort, id), &report);
                 if let (Some(seq), Some(called)) = (seq, &called) {
-                    let mut header = Header::new(Frame::Ledger, id);
-                    header.seq = seq;
-                    self.push_owned(endpoint, header, called.as_bytes());
+                    self.answer(endpoint, id, seq, called);
                 }
             }
         }
         if called.is_none() {
             self.end_channel(id, failure);
+        }
+    }
+
+    fn answer(&mut self, endpoint: u32, id: u64, seq: u64, answer: &Answer) {
+        let mut header = Header::new(Frame::Ledger, id);
+        header.seq = seq;
+        let (Answer::Called(text) | Answer::Gone(text) | Answer::NotYet(text)) = answer;
+        if matches!(answer, Answer::NotYet(_)) {
+            header.flags = NOT_YET;
+        }
+        self.push_owned(endpoint, header, text.as_bytes());
+    }
+
+    /// The call that an inquest of this channel asks for has just come: all are told.
+    pub fn testify(&mut self, id: u64, seq: u64) {
+        let Some(channel) = self.channels.get_mut(&id) else { return };
+        let called = channel.called(seq);
+        let Some(inquest) = channel.inquest.as_mut().filter(|inquest| inquest.seq == seq) else { return };
+        inquest.rows[channel.me as usize] = Some(called.clone());
+        let peers: SmallVec<[u32; 8]> = channel.members.iter().copied().filter(|&peer| peer != u32::MAX).collect();
+        for endpoint in peers {
+            self.answer(endpoint, id, seq, &called);
         }
     }
 

@@ -3,12 +3,12 @@
 use podring_collective::DType;
 use slotmap::{Key, KeyData};
 
-use super::channel::{Body, Early, EarlyDirect};
+use super::channel::{Answer, Body, Early, EarlyDirect};
 use super::endpoint::{CREDIT, In, Item, OpKey, Out, RecvKey, SendKey, Stream, cost};
 use super::engine::{Engine, MatchKey, Orphan, Receiving, STEP, Sending, Stage};
 use crate::error::Failure;
 use crate::link::shm;
-use crate::wire::{Frame, Header, POINT_TO_POINT};
+use crate::wire::{Frame, Header, NOT_YET, POINT_TO_POINT};
 
 impl Engine {
     /// Reads frames from an endpoint's ring.
@@ -101,7 +101,9 @@ impl Engine {
                     && inquest.seq == header.seq
                 {
                     let text = [first, second].concat();
-                    inquest.rows[rank as usize] = Some(String::from_utf8_lossy(&text).into_owned());
+                    let text = String::from_utf8_lossy(&text).into_owned();
+                    let answer = if header.flags & NOT_YET == 0 { Answer::Called(text) } else { Answer::NotYet(text) };
+                    inquest.rows[rank as usize] = Some(answer);
                 }
             }
             Frame::Credit => {

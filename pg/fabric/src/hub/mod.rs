@@ -118,6 +118,8 @@ pub struct Call {
     pub timeout: Duration,
     /// The caller waits at once, so nobody else need be woken.
     pub sync: bool,
+    /// What must agree on all ranks beside the collective itself; 0 for nothing. Ignored for point-to-point.
+    pub mark: u64,
 }
 
 /// How a wait ended.
@@ -488,7 +490,7 @@ impl Shared {
         let fingerprint = if call.collective.kind.is_point_to_point() {
             call.collective.parts.first().map_or(0, |part| part.dtype as u64 + 1)
         } else {
-            call.collective.fingerprint()
+            call.collective.fingerprint() ^ call.mark
         };
         Request {
             channel: call.channel,

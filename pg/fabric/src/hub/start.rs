@@ -34,10 +34,14 @@ impl Engine {
             return;
         }
         channel.started = channel.started.max(seq + 1);
+        let asked = channel.inquest.is_some();
         let heard = if channel.heard.is_empty() { None } else { channel.heard.remove(&seq) };
         let op = self.start(request);
         if let Some(channel) = self.channels.get_mut(&id) {
             channel.active.push((seq, op));
+        }
+        if asked {
+            self.testify(id, seq);
         }
         let differs = heard.and_then(|heard| heard.into_iter().find(|&(_, theirs)| theirs != fingerprint));
         if let Some((rank, _)) = differs {

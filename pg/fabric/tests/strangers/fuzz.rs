@@ -198,7 +198,7 @@ impl<'a> Group<'a> {
                 Collective { kind: Kind::Recv { from, tag: seq as u32 }, parts: [part].into_iter().collect() };
             // SAFETY: the box is freed once, there, by the allocator that made it.
             let keep = Some(unsafe { Keep::new(data.cast(), free) });
-            hub.post(Call { channel: id, seq, collective, keep, timeout: SOON, sync: false }).unwrap();
+            hub.post(Call { channel: id, seq, collective, keep, timeout: SOON, sync: false, mark: 0 }).unwrap();
         }
         Group { hub, id }
     }

@@ -80,7 +80,7 @@ pub fn peer_gets_through(hub: &Hub) {
                     outputs: Blocks::whole(tensor()),
                 };
                 let collective = Collective { kind: Kind::AllReduce, parts: [part].into_iter().collect() };
-                let call = Call { channel: id, seq: 0, collective, keep: None, timeout: 2 * SOON, sync: true };
+                let call = Call { channel: id, seq: 0, collective, keep: None, timeout: 2 * SOON, sync: true, mark: 0 };
                 let ticket = hub.post(call).unwrap();
                 assert_eq!(hub.wait(&ticket, Some(2 * SOON), || false), Waited::Ended);
                 assert_eq!(ticket.state(), State::Done, "{:?}", ticket.failure());

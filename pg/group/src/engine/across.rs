@@ -395,7 +395,7 @@ impl Shared {
                 _ => &self.host_seq,
             }
             .fetch_add(1, Relaxed);
-            let call = Call { channel, seq, collective: *collective, keep: None, timeout: left, sync: false };
+            let call = Call { channel, seq, collective: *collective, keep: None, timeout: left, sync: false, mark: 0 };
             match self.process.hub.post(call) {
                 Ok(ticket) => {
                     let (shared, done) = (self.clone(), ticket.clone());
@@ -482,8 +482,8 @@ impl Engine for Across {
         Ok(())
     }
 
-    fn fail(&self, by: u32, why: &str) {
-        self.0.fail(Broken::Device(Arc::new(Failure::Aborted { by: Some(by), why: why.to_owned() })));
+    fn fail(&self, by: Option<u32>, why: &str) {
+        self.0.fail(Broken::Device(Arc::new(Failure::Aborted { by, why: why.to_owned() })));
     }
 
     fn broken(&self) -> Option<Broken> {

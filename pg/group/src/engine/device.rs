@@ -111,8 +111,8 @@ impl Engine for Inside {
         self.member.warm(calls, progress).map_err(|failure| Broken::Device(Arc::new(failure)))
     }
 
-    fn fail(&self, by: u32, why: &str) {
-        self.member.fail(Failure::Aborted { by: Some(by), why: why.to_owned() });
+    fn fail(&self, by: Option<u32>, why: &str) {
+        self.member.fail(Failure::Aborted { by, why: why.to_owned() });
     }
 
     fn broken(&self) -> Option<Broken> {

@@ -4,13 +4,15 @@
 //! go there, to a device engine ([`crate::ProcessGroup::post_device`]). The two don't know each other, and each numbers
 //! its collectives by itself: both kinds may be under way in one group at once.
 //!
-//! A device engine is an [`Engine`] of one group. The one here is for ranks that are threads of one process, over one
-//! client of many devices ([`Devices`]); one process per device is another implementation of the same trait.
+//! A device engine is an [`Engine`] of one group. There are two kinds: for ranks that are threads of one process, over one
+//! client of many devices ([`Devices`]), and for a process that holds one device of many
+//! ([`podring_ici::engine::Chip`]), as on a TPU.
 //!
 //! Across slices (see [`across`]) a group's collectives are a program inside each slice, the fabric between slices, and
 //! a program again.
 
 mod across;
+mod chip;
 mod device;
 mod share;
 
@@ -19,8 +21,8 @@ use std::{sync::Arc, time::Duration};
 use podring_collective::{Collective, Keep};
 use podring_fabric::error::Failure as HostFailure;
 use podring_fabric::hub::{Callback, State, Waited};
-use podring_ici::engine::{self as ici, GroupSpec, Machine, OpenError, Runner};
-use podring_ici::pjrt::Buffer;
+use podring_ici::engine::{self as ici, Chip, GroupSpec, Machine, OpenError, Runner};
+use podring_ici::pjrt::{Buffer, PjrtError};
 use smallvec::SmallVec;
 
 pub use share::{Patience, StoreShare};
@@ -136,12 +138,16 @@ impl Operation for ici::Ticket {
 
 /// What runs the device collectives of one group, for one of its members. Closed when dropped.
 pub trait Engine: Send + Sync {
+    /// Whether a collective has a program; what has none goes over the hosts' network. The same on all members.
+    fn runs(&self, _collective: &Collective) -> bool {
+        true
+    }
     /// Starts an operation of number `seq` (the same on all members); waits for nobody.
     fn post(&self, seq: u64, call: DeviceCall, timeout: Duration) -> Arc<dyn Operation>;
     /// Compiles the programs of calls ahead of time; `progress` is told how many are ready.
     fn warm(&self, calls: &[Collective], progress: &mut dyn FnMut(usize, usize)) -> Result<(), Broken>;
     /// Fails everything under way and to come, on all members that this engine reaches.
-    fn fail(&self, by: u32, why: &str);
+    fn fail(&self, by: Option<u32>, why: &str);
     /// Why the group is broken, if it is.
     fn broken(&self) -> Option<Broken>;
     /// This member's operations under way.
@@ -160,6 +166,25 @@ pub struct Devices {
     pub slices: u32,
     /// Which of them the machine is.
     pub slice: u32,
+}
+
+/// What a rank has of its job's devices.
+#[derive(Clone)]
+pub enum Hardware {
+    /// The devices of a slice, in one process with all of the slice's ranks.
+    Machine(Devices),
+    /// One device: rank r of the default group holds the r-th.
+    Chip(Arc<Chip>),
+}
+
+impl Hardware {
+    /// The engine of a group; none if its device collectives have to go over the hosts' network.
+    pub(crate) fn open(&self, opening: &Opening) -> Result<Option<Arc<dyn Engine>>, DeviceError> {
+        match self {
+            Hardware::Machine(devices) => devices.open(opening),
+            Hardware::Chip(chip) => Ok(Some(Arc::new(chip::OnChip::open(chip, opening)?))),
+        }
+    }
 }
 
 /// Why a group gets no device engine.
@@ -194,6 +219,21 @@ pub enum DeviceError {
         /// The machine's.
         got: u32,
     },
+    /// A process holds another device than its rank's.
+    #[error("group {group}: rank {rank} holds device {device} of {slice}: expected rank r to hold device r")]
+    Chip {
+        /// The group's name.
+        group: String,
+        /// The rank in the default group.
+        rank: u32,
+        /// The device's place among the job's.
+        device: u32,
+        /// The slice.
+        slice: String,
+    },
+    /// The plugin's client can't be used.
+    #[error("the process's chip: {0}")]
+    Client(#[from] PjrtError),
     /// The devices make no group.
     #[error(transparent)]
     Open(#[from] OpenError),
@@ -223,13 +263,13 @@ pub(crate) struct Opening<'a> {
 }
 
 impl Devices {
-    fn runner(process: &Process) -> Runner {
+    pub(crate) fn runner(process: &Process) -> Runner {
         let pool = process.hub.callbacks().clone();
         Arc::new(move |callback: ici::Callback| pool.run(callback))
     }
 
     /// The engine of a group; none if its device collectives have to go over the hosts' network.
-    pub(crate) fn open(&self, opening: &Opening) -> Result<Option<Box<dyn Engine>>, DeviceError> {
+    pub(crate) fn open(&self, opening: &Opening) -> Result<Option<Arc<dyn Engine>>, DeviceError> {
         let per_slice = self.machine.devices();
         let group = || opening.name.to_owned();
         if opening.whole && opening.global.len() as u32 != per_slice * self.slices {
@@ -265,8 +305,8 @@ impl Devices {
         let member = self.machine.open(&spec, me, Self::runner(opening.process))?;
         let inside = device::Inside::new(member);
         if touched.len() == 1 {
-            return Ok(Some(Box::new(inside)));
+            return Ok(Some(Arc::new(inside)));
         }
-        across::Across::open(opening, inside, &touched, me).map(|across| Some(Box::new(across) as Box<dyn Engine>))
+        across::Across::open(opening, inside, &touched, me).map(|across| Some(Arc::new(across) as Arc<dyn Engine>))
     }
 }

@@ -132,9 +132,12 @@ fn two_slices_equal_one_group() {
 #[test]
 fn a_failure_in_one_slice_reaches_the_other() {
     let (Some(first), Some(second)) = (machine(2), machine(2)) else { return };
+    // A failure also ends what another slice hasn't finished, though it was called before.
+    let formed = std::sync::Barrier::new(4);
     let kinds = run_over(&[first, second], LONG, |rank| {
         let world = rank.world().unwrap();
         finish(&world, barrier()).unwrap();
+        formed.wait();
         // A different count on one rank of one slice.
         let mut data = vec![0.0f32; if rank.rank == 1 { 5 } else { 4 }];
         let error = finish(&world, all_reduce(&mut data)).unwrap_err();

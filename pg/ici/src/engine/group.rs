@@ -64,6 +64,14 @@ pub enum OpenError {
         /// Why.
         source: Box<SliceError>,
     },
+    /// There is no thread for its programs.
+    #[error("group {group}: no thread for its programs: {why}")]
+    Thread {
+        /// The group's name.
+        group: String,
+        /// The system's words.
+        why: String,
+    },
     /// No program joins these devices.
     #[error("group {group} on slice {slice}: {why}")]
     NoProgram {
@@ -158,7 +166,7 @@ impl Group {
         let group = match groups.get(&spec.id) {
             Some(group) => group.clone(),
             None => {
-                let all = Arc::new(Arrangement::new(machine, &spec.name, &spec.devices)?);
+                let all = Arc::new(machine.arrangement(&spec.name, &spec.devices)?);
                 let group = Arc::new(Group {
                     machine: machine.clone(),
                     name: spec.name.clone(),
@@ -313,7 +321,7 @@ impl Group {
             return Ok(pair.clone());
         }
         let devices = [self.devices[from as usize], self.devices[to as usize]];
-        let pair = Arc::new(Arrangement::new(&self.machine, &self.name, &devices)?);
+        let pair = Arc::new(self.machine.arrangement(&self.name, &devices)?);
         pairs.insert((from, to), pair.clone());
         Ok(pair)
     }
@@ -395,10 +403,10 @@ impl Member {
             let unsupported = |reason| Failure::Unsupported { op: call.to_string(), reason };
             let key = key::of(call, self.group.size(), self.group.machine.target)
                 .map_err(|reason| unsupported(reason.into()))?;
-            let prepared = self.group.all.prepared(&self.group.machine, &key).map_err(unsupported)?;
+            let prepared = self.group.all.prepared(self.group.machine.target, &key).map_err(unsupported)?;
             self.group
                 .all
-                .load(&self.group.machine, &prepared)
+                .load(self.group.machine.cache(), &prepared)
                 .map_err(|error| self.group.plugin_failure("compiling", &call.to_string(), None, error))?;
             progress(index + 1, calls.len());
         }

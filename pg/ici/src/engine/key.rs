@@ -123,6 +123,57 @@ fn flat(parts: impl Iterator<Item = (usize, usize)>) -> Key {
     Key { op: Op::AllToAllUneven { tiles: most }, parts }
 }
 
+/// What a rank alone knows of its blocks, and a program depends on: for each part the largest block's elements, and for
+/// an all-to-all whether blocks differ and the tiles of a flat buffer. Empty if all ranks know all.
+pub(super) fn unknown_to_others(collective: &Collective) -> SmallVec<[u64; 6]> {
+    let kind = collective.kind;
+    let parts = collective.parts.iter();
+    match kind {
+        Kind::AllToAll => parts
+            .flat_map(|part| {
+                let even = all_equal(part.inputs.counts.iter().chain(&part.outputs.counts));
+                [elements(kind, part) as u64, u64::from(!even), tiles(part) as u64]
+            })
+            .collect(),
+        Kind::Gather { .. } | Kind::Scatter { .. } => parts.map(|part| elements(kind, part) as u64).collect(),
+        _ => SmallVec::new(),
+    }
+}
+
+/// The program of a collective whose [`unknown_to_others`] numbers are now the largest of all ranks'.
+pub(super) fn agreed(
+    collective: &Collective,
+    members: usize,
+    target: Target,
+    numbers: &[u64],
+) -> Result<Key, Unsupported> {
+    let width = |index: usize| collective.parts.get(index).map_or(1, |part| part.dtype.size());
+    let moved = |elements: usize, index: usize| PartKey {
+        dtype: DType::U8,
+        reduction: None,
+        elements: slot_bytes(elements * width(index)),
+    };
+    match collective.kind {
+        Kind::AllToAll => {
+            let parts = numbers.chunks_exact(3).map(|numbers| numbers.iter().map(|&number| number as usize));
+            let parts: SmallVec<[[usize; 3]; 1]> =
+                parts.map(|mut one| std::array::from_fn(|_| one.next().unwrap_or(0))).collect();
+            if parts.iter().any(|&[_, uneven, _]| uneven != 0) {
+                let blocks = parts.iter().enumerate();
+                return Ok(flat(blocks.map(|(index, &[elements, _, tiles])| (elements * width(index), tiles))));
+            }
+            let slots = parts.iter().enumerate().map(|(index, &[elements, ..])| moved(elements, index));
+            Ok(Key { op: Op::AllToAll, parts: slots.collect() })
+        }
+        Kind::Gather { .. } | Kind::Scatter { .. } => {
+            let op = Op::of(collective.kind).unwrap_or(Op::Barrier);
+            let parts = numbers.iter().enumerate().map(|(index, &elements)| moved(elements as usize, index));
+            Ok(Key { op, parts: parts.collect() })
+        }
+        _ => of(collective, members, target),
+    }
+}
+
 /// The program for ranks that asked for different ones: of the largest blocks.
 pub(super) fn join(keys: &[&Key], calls: &[&Collective]) -> Option<Key> {
     let first = *keys.first()?;
@@ -220,6 +271,22 @@ mod tests {
         let keys: Vec<Key> = calls.iter().map(|call| of(call, 2, TARGET).unwrap()).collect();
         let joined = join(&[&keys[0], &keys[1]], &[&calls[0], &calls[1]]).unwrap();
         assert_eq!((joined.op, joined.parts[0].elements), (Op::AllToAllUneven { tiles: 4 }, 2 * TILE));
+    }
+
+    #[test]
+    fn what_is_agreed_on_is_what_ranks_that_meet_would_join() {
+        let calls = [exchange(DType::F32, &[3, 3], &[3, 3]), exchange(DType::F32, &[3, 2000], &[3, 2000])];
+        let keys: Vec<Key> = calls.iter().map(|call| of(call, 2, TARGET).unwrap()).collect();
+        let mut most = unknown_to_others(&calls[0]);
+        most.iter_mut().zip(unknown_to_others(&calls[1])).for_each(|(most, number)| *most = number.max(*most));
+        assert_eq!(
+            Some(agreed(&calls[0], 2, TARGET, &most).unwrap()),
+            join(&[&keys[0], &keys[1]], &[&calls[0], &calls[1]])
+        );
+        // A rank alone: what it would have run anyway.
+        for call in [&calls[0], &calls[1], &reduction(Kind::AllReduce, DType::F16, Reduction::Sum, 77, 2)] {
+            assert_eq!(agreed(call, 2, TARGET, &unknown_to_others(call)), of(call, 2, TARGET));
+        }
     }
 
     proptest! {

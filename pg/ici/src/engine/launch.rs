@@ -4,19 +4,22 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use podring_collective::{Collective, Keep, Kind, Part, Reduction};
+use podring_topology::Slice;
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use super::{
+    constants::Constants,
     failure::{Called, Failure},
     group::{Call, Group, Meeting, OpenError},
-    key::{self, Key},
+    key::{self, Key, Target},
     machine::Machine,
     stage::{self, Block, Lay, Shape, blocks},
     ticket::{Ticket, now},
 };
 use crate::{
-    pjrt::{Buffer, Element, Event, Loaded, PjrtError},
+    cache::Cache,
+    pjrt::{Buffer, Client, Element, Event, Loaded, PjrtError},
     program::{self, Groups, Op, Program, ProgramError, Role, layout::LANES, layout::TILE, layout::class_rows},
     slice::{Callers, How, plan},
 };
@@ -24,7 +27,7 @@ use crate::{
 /// The devices of a program, and the programs on them.
 pub(super) struct Arrangement {
     /// The client's index of each replica's device.
-    devices: Vec<u32>,
+    pub(super) devices: Vec<u32>,
     /// The plugin's ids of the same.
     ids: Vec<i64>,
     groups: Groups,
@@ -35,10 +38,10 @@ pub(super) struct Arrangement {
 
 /// A program, compiled when first needed.
 pub(super) struct Prepared {
-    key: Key,
-    program: Program,
-    inputs: Vec<Shape>,
-    outputs: Vec<Shape>,
+    pub key: Key,
+    pub program: Program,
+    pub inputs: Vec<Shape>,
+    pub outputs: Vec<Shape>,
     loaded: OnceLock<Arc<Loaded>>,
 }
 
@@ -50,9 +53,14 @@ impl Prepared {
 }
 
 impl Arrangement {
-    /// For these devices, in the members' order.
-    pub fn new(machine: &Machine, group: &str, members: &[u32]) -> Result<Arrangement, OpenError> {
-        let (devices, groups) = match machine.slice() {
+    /// For these devices, in the members' order; `id` is the plugin's number of one.
+    pub fn new(
+        slice: Option<&Slice>,
+        id: impl Fn(u32) -> i64,
+        group: &str,
+        members: &[u32],
+    ) -> Result<Arrangement, OpenError> {
+        let (devices, groups) = match slice {
             None => (members.to_vec(), Groups::all(members.len() as u32)),
             Some(slice) => {
                 let wrong = |source| OpenError::Slice { group: group.to_owned(), source: Box::new(source) };
@@ -68,18 +76,17 @@ impl Arrangement {
                 }
             }
         };
-        let list = machine.client().devices();
-        let ids = devices.iter().map(|&device| i64::from(list[device as usize].id)).collect();
+        let ids = devices.iter().map(|&device| id(device)).collect();
         let replica_of = groups.groups[0].clone();
         Ok(Arrangement { devices, ids, groups, replica_of, programs: Mutex::default() })
     }
 
     /// The program of a key, not necessarily compiled.
-    pub fn prepared(&self, machine: &Machine, key: &Key) -> Result<Arc<Prepared>, ProgramError> {
+    pub fn prepared(&self, target: Target, key: &Key) -> Result<Arc<Prepared>, ProgramError> {
         if let Some(known) = self.programs.lock().get(key) {
             return Ok(known.clone());
         }
-        let program = program::build(&key.spec(&self.groups, machine.target))?;
+        let program = program::build(&key.spec(&self.groups, target))?;
         let shapes = |ports: &[program::Port]| {
             let shape = |port: &program::Port| Shape {
                 element: port.element,
@@ -94,11 +101,11 @@ impl Arrangement {
     }
 
     /// Compiles it, unless it has been.
-    pub fn load(&self, machine: &Machine, prepared: &Prepared) -> Result<Arc<Loaded>, PjrtError> {
+    pub fn load(&self, cache: &Cache, prepared: &Prepared) -> Result<Arc<Loaded>, PjrtError> {
         if let Some(loaded) = prepared.loaded.get() {
             return Ok(loaded.clone());
         }
-        let loaded = machine.cache().get(&prepared.program, &self.ids)?;
+        let loaded = cache.get(&prepared.program, &self.ids)?;
         Ok(prepared.loaded.get_or_init(|| loaded).clone())
     }
 }
@@ -123,7 +130,7 @@ pub(super) struct Arrival {
 }
 
 /// What this member puts in, and how it lies.
-fn gives(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<(SmallVec<[Block; 8]>, Lay)> {
+pub(super) fn gives(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<(SmallVec<[Block; 8]>, Lay)> {
     let width = part.dtype.size();
     let lay = match op {
         Op::ReduceScatter => Lay::Slots(class_rows(elements, width) * LANES * width),
@@ -139,7 +146,7 @@ fn gives(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<(
 }
 
 /// What this member takes out, and how it lies.
-fn takes(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<(SmallVec<[Block; 8]>, Lay)> {
+pub(super) fn takes(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<(SmallVec<[Block; 8]>, Lay)> {
     let lay = match op {
         Op::AllGather | Op::AllToAll | Op::Gather { .. } => Lay::Slots(elements),
         Op::AllToAllUneven { .. } => Lay::Aligned(TILE),
@@ -168,7 +175,7 @@ impl Arrival {
             // A pair's programs depend on nothing but the shape, which any arrangement of two says.
             Arc::new(message(machine, &wish).map_err(unsupported)?)
         } else {
-            arrangement.prepared(machine, &wish).map_err(unsupported)?
+            arrangement.prepared(machine.target, &wish).map_err(unsupported)?
         };
         let fingerprint = collective.fingerprint();
         let device = group.device(me);
@@ -222,7 +229,7 @@ impl Arrival {
             };
             // SAFETY: the caller of the collective keeps its tensors readable until the operation has ended, which it
             // can't before this member has arrived, or while its ticket is held.
-            let copied = unsafe { stage::to_device(machine, &device, shape, &blocks, lay) };
+            let copied = unsafe { stage::to_device(machine.client(), &device, shape, &blocks, lay) };
             inputs.push(Some(copied.map_err(|error| self.fail(group, "copying to the device for", error))?));
         }
         self.inputs = inputs;
@@ -283,7 +290,7 @@ impl Task {
             let (Some(buffer), Some(shape)) = (outputs.get(index), self.prepared.outputs.get(index)) else { continue };
             // SAFETY: the caller keeps its tensors until the operation has ended, which it can't while this thread holds
             // it; validation has refused outputs that overlap.
-            let copied = unsafe { stage::from_device(machine, buffer, shape.bytes, &blocks, lay) };
+            let copied = unsafe { stage::from_device(machine.on_host(), buffer, shape.bytes, &blocks, lay) };
             copied.map_err(|error| self.failed("copying from the device after", error))?;
         }
         if let Some(after) = self.arrival.after.take() {
@@ -320,8 +327,9 @@ impl Group {
         let plugin = |doing, rank, error, arrivals: &[&Arrival]| {
             Arc::new(self.plugin_failure(doing, &call(arrivals), rank, error))
         };
-        let loaded =
-            arrangement.load(machine, &prepared).map_err(|error| plugin("compiling", None, error, &arrivals))?;
+        let loaded = arrangement
+            .load(machine.cache(), &prepared)
+            .map_err(|error| plugin("compiling", None, error, &arrivals))?;
         let mut others: SmallVec<[Arc<Buffer>; 8]> = SmallVec::new();
         let mut list: SmallVec<[Argument; 32]> = SmallVec::new();
         let mut donate = arrivals.iter().all(|arrival| arrival.donate);
@@ -342,7 +350,8 @@ impl Group {
                     continue;
                 }
                 donate &= !matches!(port.role, Role::Data(_));
-                let other = self.other(arrival, port.role, shape);
+                let from = Place { client: machine.client(), constants: &machine.constants, device: arrival.device };
+                let other = other(&from, &arrival.collective, port.role, shape);
                 let other =
                     other.map_err(|error| plugin("copying to the device for", Some(arrival.me), error, &arrivals))?;
                 list.push(Argument::Other(others.len()));
@@ -430,7 +439,8 @@ impl Group {
         let Some(joined) = joined else {
             return Err(self.mismatch(arrivals, "types or numbers of tensors differ".to_owned()));
         };
-        let prepared = arrangement.prepared(&self.machine, &joined).map_err(|reason| unsupported(arrivals, reason))?;
+        let prepared =
+            arrangement.prepared(self.machine.target, &joined).map_err(|reason| unsupported(arrivals, reason))?;
         for arrival in arrivals.iter_mut().flatten() {
             if arrival.wish.key == joined {
                 continue;
@@ -516,41 +526,51 @@ impl Group {
         }
         Ok(())
     }
+}
 
-    /// An argument that is not a member's data.
-    fn other(&self, arrival: &Arrival, role: Role, shape: &Shape) -> Result<Arc<Buffer>, PjrtError> {
-        let machine = &self.machine;
-        let starts = |part: usize, counts: &dyn Fn(&Part) -> SmallVec<[usize; 8]>| {
-            let Some(part) = arrival.collective.parts.get(part) else { return SmallVec::<[u8; 64]>::new() };
-            let mut at = 0i32;
-            let mut bytes = SmallVec::new();
-            for count in counts(part) {
-                bytes.extend_from_slice(&at.to_le_bytes());
-                at += (count * part.dtype.size()).div_ceil(TILE) as i32;
-            }
-            bytes
-        };
-        let place = &machine.client().devices()[arrival.device as usize];
-        match role {
-            // Nobody reads it, or (a barrier's) its value doesn't matter.
-            Role::Data(_) => machine.stand_in(arrival.device, shape),
-            Role::Root => {
-                let root = arrival.collective.kind.root().unwrap_or(0);
-                machine.constant(arrival.device, shape, &root.to_le_bytes())
-            }
-            Role::Factor(part) => {
-                let reduction = arrival.collective.parts.get(part).and_then(|part| part.reduction);
-                let factor = if let Some(Reduction::PreMulSum(factor)) = reduction { factor } else { 1.0 };
-                machine.constant(arrival.device, shape, &scalar(shape.element, factor))
-            }
-            Role::InputStarts(part) => {
-                let bytes = starts(part, &|part| part.inputs.counts.clone());
-                machine.client().buffer(&bytes, shape.element, &shape.dims, place).map(Arc::new)
-            }
-            Role::OutputStarts(part) => {
-                let bytes = starts(part, &|part| part.outputs.counts.clone());
-                machine.client().buffer(&bytes, shape.element, &shape.dims, place).map(Arc::new)
-            }
+/// Where an argument is to lie.
+pub(super) struct Place<'a> {
+    pub client: &'a Client,
+    pub constants: &'a Constants,
+    /// The client's index.
+    pub device: u32,
+}
+
+/// An argument that is not a member's data.
+pub(super) fn other(
+    place: &Place,
+    collective: &Collective,
+    role: Role,
+    shape: &Shape,
+) -> Result<Arc<Buffer>, PjrtError> {
+    let starts = |part: usize, counts: &dyn Fn(&Part) -> SmallVec<[usize; 8]>| {
+        let Some(part) = collective.parts.get(part) else { return SmallVec::<[u8; 64]>::new() };
+        let mut at = 0i32;
+        let mut bytes = SmallVec::new();
+        for count in counts(part) {
+            bytes.extend_from_slice(&at.to_le_bytes());
+            at += (count * part.dtype.size()).div_ceil(TILE) as i32;
+        }
+        bytes
+    };
+    let constant = |value: Option<&[u8]>| place.constants.get(place.client, place.device, shape, value);
+    let device = &place.client.devices()[place.device as usize];
+    match role {
+        // Nobody reads it, or (a barrier's) its value doesn't matter.
+        Role::Data(_) => constant(None),
+        Role::Root => constant(Some(&collective.kind.root().unwrap_or(0).to_le_bytes())),
+        Role::Factor(part) => {
+            let reduction = collective.parts.get(part).and_then(|part| part.reduction);
+            let factor = if let Some(Reduction::PreMulSum(factor)) = reduction { factor } else { 1.0 };
+            constant(Some(&scalar(shape.element, factor)))
+        }
+        Role::InputStarts(part) => {
+            let bytes = starts(part, &|part| part.inputs.counts.clone());
+            place.client.buffer(&bytes, shape.element, &shape.dims, device).map(Arc::new)
+        }
+        Role::OutputStarts(part) => {
+            let bytes = starts(part, &|part| part.outputs.counts.clone());
+            place.client.buffer(&bytes, shape.element, &shape.dims, device).map(Arc::new)
         }
     }
 }

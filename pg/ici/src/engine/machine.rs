@@ -14,14 +14,15 @@ use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use super::{
+    constants::Constants,
     group::{Group, GroupSpec, Member, OpenError},
     key::Target,
-    stage::Shape,
+    launch::Arrangement,
     ticket::{CHORES, Runner},
 };
 use crate::{
     cache::{Cache, Counts, Disk, Share},
-    pjrt::{Buffer, Client, Element, PjrtError, Value},
+    pjrt::{Client, PjrtError, Value},
     program::Backend,
 };
 
@@ -29,10 +30,6 @@ use crate::{
 const TICK: Duration = Duration::from_millis(20);
 /// How long the machine's thread sleeps when nothing is.
 const REST: Duration = Duration::from_secs(5);
-/// Buffers of constants that are kept at most.
-const CONSTANTS: usize = 512;
-/// Stand-ins for the arguments of ranks that have none are kept up to this size.
-const STAND_IN: usize = 1 << 20;
 
 /// How a machine is used.
 #[derive(Default)]
@@ -66,17 +63,8 @@ pub struct Machine {
     pub(super) groups: Mutex<FxHashMap<u64, Arc<Group>>>,
     /// Held while a program is launched.
     pub(super) launching: Mutex<()>,
-    constants: Mutex<FxHashMap<Constant, Arc<Buffer>>>,
+    pub(super) constants: Constants,
     chores: Arc<Chores>,
-}
-
-#[derive(Clone, PartialEq, Eq, Hash)]
-struct Constant {
-    device: u32,
-    element: Element,
-    dims: SmallVec<[i64; 4]>,
-    /// None for zeros of any size.
-    value: Option<SmallVec<[u8; 16]>>,
 }
 
 struct Chores {
@@ -116,7 +104,7 @@ impl Machine {
             on_host,
             groups: Mutex::default(),
             launching: Mutex::new(()),
-            constants: Mutex::default(),
+            constants: Constants::default(),
             chores: Arc::new(Chores {
                 news: Mutex::new(false),
                 bell: Condvar::new(),
@@ -162,49 +150,15 @@ impl Machine {
         self.on_host
     }
 
+    /// How a group of these devices runs.
+    pub(super) fn arrangement(&self, group: &str, members: &[u32]) -> Result<Arrangement, OpenError> {
+        let id = |device: u32| i64::from(self.client.devices()[device as usize].id);
+        Arrangement::new(self.slice.as_ref(), id, group, members)
+    }
+
     /// Opens a group for one of its members. Every member opens it, with the same `spec`.
     pub fn open(self: &Arc<Self>, spec: &GroupSpec, me: u32, runner: Runner) -> Result<Member, OpenError> {
         Group::open(self, spec, me, runner)
-    }
-
-    /// A small argument that many launches share.
-    pub(super) fn constant(&self, device: u32, shape: &Shape, value: &[u8]) -> Result<Arc<Buffer>, PjrtError> {
-        self.shared(device, shape, Some(value))
-    }
-
-    /// Zeros, for an argument that nobody reads.
-    pub(super) fn stand_in(&self, device: u32, shape: &Shape) -> Result<Arc<Buffer>, PjrtError> {
-        self.shared(device, shape, None)
-    }
-
-    fn shared(&self, device: u32, shape: &Shape, value: Option<&[u8]>) -> Result<Arc<Buffer>, PjrtError> {
-        let key = Constant {
-            device,
-            element: shape.element,
-            dims: shape.dims.clone(),
-            value: value.map(SmallVec::from_slice),
-        };
-        if let Some(known) = self.constants.lock().get(&key) {
-            return Ok(known.clone());
-        }
-        let zeros;
-        let bytes = match value {
-            Some(value) => value,
-            None => {
-                zeros = vec![0; shape.bytes];
-                &zeros
-            }
-        };
-        let place = &self.client.devices()[device as usize];
-        let buffer = Arc::new(self.client.buffer(bytes, shape.element, &shape.dims, place)?);
-        if shape.bytes <= STAND_IN {
-            let mut constants = self.constants.lock();
-            if constants.len() >= CONSTANTS {
-                constants.clear();
-            }
-            constants.insert(key, buffer.clone());
-        }
-        Ok(buffer)
     }
 
     /// An operation began.

@@ -7,18 +7,23 @@
 //! A rank's inputs are copied to its device when it comes, on its own thread, and its results are copied out by
 //! whoever waits for them, else by the machine's thread; or they are device buffers already, and stay such.
 //!
-//! Where each process has one device, as on a TPU, this is not the engine: there each rank launches its own device, and
-//! the order of launches has to be agreed on between processes.
+//! Where each process has one device, as on a TPU, a [`Chip`] takes the machine's place: each rank launches programs on
+//! its own device, in the order of its calls.
 
+mod chip;
+mod constants;
 mod failure;
 mod group;
 mod key;
 mod launch;
+mod launching;
 mod machine;
 mod stage;
 mod ticket;
 
+pub use chip::{Chip, ChipOptions, Peers, Seat};
 pub use failure::{Called, Failure};
 pub use group::{Call, GroupSpec, Member, OpenError};
+pub use launching::{Launching, launching};
 pub use machine::{Machine, Options};
 pub use ticket::{Callback, Runner, State, Ticket, Times, Waited, now};

@@ -5,8 +5,7 @@ use std::cell::RefCell;
 use podring_collective::Blocks;
 use smallvec::SmallVec;
 
-use super::machine::Machine;
-use crate::pjrt::{Buffer, Device, Element, PjrtError};
+use crate::pjrt::{Buffer, Client, Device, Element, PjrtError};
 
 /// Where a block lies, and its bytes.
 pub(super) type Block = (*mut u8, usize);
@@ -51,7 +50,7 @@ pub(super) fn blocks(side: &Blocks, width: usize) -> SmallVec<[Block; 8]> {
 }
 
 /// Whether the blocks already lie in memory as they are to lie.
-fn lies(blocks: &[Block], lay: Lay, bytes: usize) -> Option<*mut u8> {
+pub(super) fn lies(blocks: &[Block], lay: Lay, bytes: usize) -> Option<*mut u8> {
     let (first, _) = *blocks.first()?;
     let mut at = first;
     for (index, &(data, size)) in blocks.iter().enumerate() {
@@ -115,13 +114,12 @@ fn fit(blocks: &[Block], lay: Lay, bytes: usize) -> Result<(), PjrtError> {
 /// # Safety
 /// The blocks are readable.
 pub(super) unsafe fn to_device(
-    machine: &Machine,
+    client: &Client,
     device: &Device,
     shape: &Shape,
     blocks: &[Block],
     lay: Lay,
 ) -> Result<Buffer, PjrtError> {
-    let client = machine.client();
     fit(blocks, lay, shape.bytes)?;
     if let Some(data) = lies(blocks, lay, shape.bytes) {
         // SAFETY: the blocks lie one after another from here on, and the caller says that they are readable.
@@ -142,12 +140,12 @@ pub(super) unsafe fn to_device(
     })
 }
 
-/// Copies a computed buffer's blocks to memory.
+/// Copies a computed buffer's blocks to memory; `on_host` if the devices' memory is this process's.
 ///
 /// # Safety
 /// The blocks are writable, by this thread alone.
 pub(super) unsafe fn from_device(
-    machine: &Machine,
+    on_host: bool,
     buffer: &Buffer,
     bytes: usize,
     blocks: &[Block],
@@ -165,9 +163,13 @@ pub(super) unsafe fn from_device(
             at = start + size;
         }
     };
-    if machine.on_host() {
+    if on_host {
         // SAFETY: the devices are this process's CPUs; the buffer is computed, and borrowed meanwhile.
-        scatter(unsafe { buffer.address() }?);
+        let address = unsafe { buffer.address() }?;
+        // A launch may have written where it was asked to.
+        if lies(blocks, lay, bytes) != Some(address.cast_mut()) {
+            scatter(address);
+        }
         return Ok(());
     }
     with_scratch(bytes, |laid| {

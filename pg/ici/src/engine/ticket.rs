@@ -247,6 +247,11 @@ impl Ticket {
         self.state.store(PENDING, SeqCst);
     }
 
+    /// Results that stay on the device, for [`Ticket::take_outputs`].
+    pub(super) fn deliver(&self, outputs: SmallVec<[Buffer; 1]>) {
+        self.inner.lock().outputs = outputs;
+    }
+
     pub(super) fn keep_event(&self, event: Event) {
         self.inner.lock().event = Some(event);
     }

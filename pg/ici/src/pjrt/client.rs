@@ -13,6 +13,8 @@ use super::{
 pub(super) struct Handle {
     pub plugin: Arc<Plugin>,
     pub raw: Opaque,
+    /// Somebody else made the client and ends it.
+    shared: bool,
 }
 
 // SAFETY: a PJRT client may be used from any thread.
@@ -22,6 +24,9 @@ unsafe impl Sync for Handle {}
 
 impl Drop for Handle {
     fn drop(&mut self) {
+        if self.shared {
+            return;
+        }
         self.plugin.destroy(&mut sys::ClientDestroy { client: self.raw, ..Default::default() });
     }
 }
@@ -53,7 +58,20 @@ impl Client {
             ..Default::default()
         };
         plugin.call(&mut args)?;
-        let handle = Arc::new(Handle { plugin: plugin.clone(), raw: args.client });
+        Client::of(Handle { plugin: plugin.clone(), raw: args.client, shared: false })
+    }
+
+    /// A client that somebody else in this process made.
+    ///
+    /// # Safety
+    /// `raw` is a `PJRT_Client` of this plugin, alive as long as anything made here is in use.
+    pub unsafe fn shared(plugin: &Arc<Plugin>, raw: *mut c_void) -> Result<Client, PjrtError> {
+        Client::of(Handle { plugin: plugin.clone(), raw, shared: true })
+    }
+
+    fn of(handle: Handle) -> Result<Client, PjrtError> {
+        let handle = Arc::new(handle);
+        let plugin = &handle.plugin;
         let mut list = sys::ClientAddressableDevices { client: handle.raw, ..Default::default() };
         plugin.call(&mut list)?;
         let raw_devices: &[Opaque] = if list.num_devices == 0 {
@@ -63,7 +81,20 @@ impl Client {
             unsafe { std::slice::from_raw_parts(list.devices, list.num_devices) }
         };
         let devices: Result<Vec<Device>, PjrtError> = raw_devices.iter().map(|&raw| describe(plugin, raw)).collect();
-        Ok(Client { handle, devices: devices?.into() })
+        let devices = devices?.into();
+        Ok(Client { handle, devices })
+    }
+
+    /// All devices that programs may name, other processes' too, in the plugin's order.
+    pub fn all_devices(&self) -> Result<Vec<Device>, PjrtError> {
+        let mut list = sys::ClientDevices { client: self.handle.raw, ..Default::default() };
+        self.plugin().call(&mut list)?;
+        if list.num_devices == 0 {
+            return Ok(Vec::new());
+        }
+        // SAFETY: the plugin's list, alive as long as the client.
+        let raw: &[Opaque] = unsafe { std::slice::from_raw_parts(list.devices, list.num_devices) };
+        raw.iter().map(|&raw| describe(self.plugin(), raw)).collect()
     }
 
     /// The plugin.
@@ -159,6 +190,40 @@ impl Client {
         // With these semantics it is complete already; awaited all the same, so that an error isn't lost.
         Event::new(&self.handle.plugin, args.done_with_host_buffer).wait()?;
         Ok(buffer)
+    }
+}
+
+/// What a view's memory has to be aligned to: XLA's for buffers on a CPU.
+pub(crate) const VIEW_ALIGNMENT: usize = 64;
+
+unsafe extern "C" fn nothing(_: Opaque, _: Opaque) {}
+
+impl Client {
+    /// Memory of this process as a buffer, with no copy.
+    ///
+    /// # Safety
+    /// The devices' memory is this process's. `memory` is aligned to [`VIEW_ALIGNMENT`], holds as many elements, and
+    /// stays as it is as long as the buffer, or an execution that reads it, goes on.
+    pub(crate) unsafe fn view(
+        &self,
+        memory: *const u8,
+        element: Element,
+        dims: &[i64],
+        device: &Device,
+    ) -> Result<Buffer, PjrtError> {
+        let mut args = sys::ClientCreateView {
+            client: self.handle.raw,
+            memory: memory.cast_mut().cast(),
+            dims: dims.as_ptr(),
+            num_dims: dims.len(),
+            element_type: element.code(),
+            device: device.raw as Opaque,
+            // XLA's CPU plugin calls it unasked.
+            on_delete: Some(nothing),
+            ..Default::default()
+        };
+        self.plugin().call(&mut args)?;
+        Ok(Buffer { client: self.handle.clone(), raw: args.buffer })
     }
 }
 

@@ -15,6 +15,7 @@ mod sys;
 mod topology;
 mod value;
 
+pub(crate) use client::VIEW_ALIGNMENT;
 pub use client::{Buffer, Client, Device, Event, OnReady};
 pub use element::Element;
 pub use error::{Code, PjrtError};

@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    ffi::c_char,
+    ffi::{c_char, c_void},
     path::{Path, PathBuf},
     sync::{Arc, OnceLock},
 };
@@ -66,6 +66,15 @@ impl Plugin {
         plugin.call(&mut sys::PluginInitialize::default())?;
         loaded.insert(real, plugin.clone());
         Ok(plugin)
+    }
+
+    /// A plugin that this process has loaded and initialized already, by its table. `file` is what it is called.
+    ///
+    /// # Safety
+    /// `table` is null, or a whole PJRT table that stays as it is for ever.
+    pub unsafe fn over(table: *const c_void, file: &Path) -> Result<Arc<Plugin>, PjrtError> {
+        // SAFETY: the caller's promise.
+        Ok(Arc::new(unsafe { Plugin::from_table(table.cast(), file.to_owned()) }?))
     }
 
     /// Checks a table's version and size.

@@ -87,6 +87,7 @@ arguments! {
     ClientDestroy = 11 "Client_Destroy" { client: Opaque }
     ClientPlatformName = 12 "Client_PlatformName" { client: Opaque, text: *const c_char, text_size: usize }
     ClientPlatformVersion = 14 "Client_PlatformVersion" { client: Opaque, text: *const c_char, text_size: usize }
+    ClientDevices = 15 "Client_Devices" { client: Opaque, devices: *const Opaque, num_devices: usize }
     ClientAddressableDevices = 16 "Client_AddressableDevices" {
         client: Opaque,
         devices: *const Opaque,
@@ -194,6 +195,20 @@ arguments! {
         compile_options_size: usize,
         client: Opaque,
         executable: Opaque,
+    }
+    ClientCreateView = 93 "Client_CreateViewOfDeviceBuffer" {
+        client: Opaque,
+        memory: Opaque,
+        dims: *const i64,
+        num_dims: usize,
+        element_type: c_int,
+        layout: Opaque,
+        device: Opaque,
+        on_delete: Option<unsafe extern "C" fn(Opaque, Opaque)>,
+        on_delete_argument: Opaque,
+        stream: isize,
+        buffer: Opaque,
+        memory_space: Opaque,
     }
     ExecutableMemoryStats = 96 "Executable_GetCompiledMemoryStats" {
         executable: Opaque,

@@ -56,7 +56,7 @@ def _timed(act: Callable[[], int], seconds: float) -> float:
 
 
 def _singles(store: dist.Store, client: int, seconds: float) -> float:
-    """The calls of one key, in turns. TCPStore's set doesn't wait for an answer; podring's does."""
+    """The calls of one key, in turns. Neither store waits for an answer to set."""
     key, count = f"bench/{client}", f"bench/count/{client}"
 
     def act() -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
+from types import TracebackType
 
 _CPU_PLUGINS = (
     ("lammps_jax_pjrt_cpu", "pjrt_c_api_cpu_plugin.so"),
@@ -52,11 +54,35 @@ def tpu_here() -> bool:
     return False
 
 
+NO_DEVICE = (
+    "PODRING_SLICE is set, but TORCH_DEVICE_BACKEND_AUTOLOAD=0 kept torch from loading torch_tpu and podring's virtual "
+    "slice: there is no device 'tpu' in this process, and tensors can't be made on it. CPU tensors work. Unset "
+    "TORCH_DEVICE_BACKEND_AUTOLOAD for virtual chips."
+)
+
+
+def explain_errors() -> None:
+    """Without torch's autoload "tpu" is no device's name to torch, whose error can't say why: a note does, where that
+    error ends the program. (Giving torch the name alone would make "tpu" the accelerator that FSDP2 and others choose.)
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, (RuntimeError, AttributeError)) and "tpu" in str(error):
+            error.add_note(f"podring: {NO_DEVICE}")
+        before(kind, error, traceback)
+
+    sys.excepthook = hook
+
+
 def arrange() -> None:
     """Sets TPU_LIBRARY_PATH and PODRING_PJRT_PLUGIN for a virtual slice where they are not set.
 
     Does nothing on a TPU host: there the chips are real.
     """
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        explain_errors()
+        return
     core, plugin = interposer(), cpu_plugin()
     if core is not None and plugin is not None and not tpu_here():
         os.environ.setdefault("TPU_LIBRARY_PATH", str(core))

@@ -5,7 +5,6 @@ each fact, with its reason and the versions it was seen with. torch_tpu's own fi
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +31,7 @@ def after_start(slice_name: str) -> None:
 def for_our_backend() -> None:
     """What has to be so where podring serves "tpu" tensors."""
     compiled_collectives()
+    sync_batch_norm()
 
 
 def for_their_backend() -> None:
@@ -186,6 +186,100 @@ def attention() -> None:
     _library.append(library)
 
 
+def sync_batch_norm() -> None:
+    """torch_tpu 0.2.0 has none of the five operators that torch.nn.SyncBatchNorm is made of ("operator
+    'aten::batch_norm_stats' is not implemented for TPU"). Here they are, from their definitions: statistics over all
+    dimensions but the second, in float32 for narrower types.
+    """
+    import torch
+    from torch import Tensor
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+    def others(tensor: Tensor) -> list[int]:
+        return [dim for dim in range(tensor.dim()) if dim != 1]
+
+    def spread(values: Tensor, like: Tensor) -> Tensor:
+        return values.reshape([1, -1] + [1] * (like.dim() - 2))
+
+    def stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x = wide(input)
+        return x.mean(others(x)), (x.var(others(x), correction=0) + eps).rsqrt()
+
+    def gather_stats(
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        counts: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        # [members, channels] and [members]: variances about each member's mean, brought to the common mean.
+        weights = counts.reshape(-1, 1).to(mean.dtype)
+        total = weights.sum()
+        common = (mean * weights).sum(0) / total
+        squares = ((invstd.pow(-2) - eps) * weights + (mean - common).pow(2) * weights).sum(0)
+        if running_mean is not None:
+            running_mean.lerp_(common.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            running_var.lerp_((squares / (total - 1)).to(running_var.dtype), momentum)
+        return common, (squares / total + eps).rsqrt()
+
+    def normalize(
+        input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
+    ) -> Tensor:
+        x = (wide(input) - spread(mean, input)) * spread(invstd, input)
+        x = x if weight is None else x * spread(wide(weight), input)
+        return (x if bias is None else x + spread(wide(bias), input)).to(input.dtype)
+
+    def backward_sums(
+        grad: Tensor,
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Tensor | None,
+        input_g: bool,
+        weight_g: bool,
+        bias_g: bool,
+    ) -> tuple[Tensor | None, ...]:
+        dy = wide(grad)
+        summed = dy.sum(others(dy))
+        moved = (dy * (wide(input) - spread(mean, input))).sum(others(dy))
+        kept = grad.dtype if weight is None else weight.dtype
+        of_weight = (moved * invstd).to(kept) if weight_g else None
+        return summed, moved, of_weight, summed.to(kept) if bias_g else None
+
+    def backward_input(
+        grad: Tensor,
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Tensor | None,
+        summed: Tensor,
+        moved: Tensor,
+        counts: Tensor,
+    ) -> Tensor:
+        total = counts.sum()
+        slope = spread(invstd.pow(2) * moved / total, input)
+        dx = wide(grad) - spread(summed / total, input) - (wide(input) - spread(mean, input)) * slope
+        scale = invstd if weight is None else invstd * wide(weight)
+        return (dx * spread(scale, input)).to(input.dtype)
+
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in (
+        ("batch_norm_stats", stats),
+        ("batch_norm_gather_stats_with_counts", gather_stats),
+        ("batch_norm_elemt", normalize),
+        ("batch_norm_backward_reduce", backward_sums),
+        ("batch_norm_backward_elemt", backward_input),
+    ):
+        library.impl(name, function, "PrivateUse1", allow_override=True)
+    _library.append(library)
+
+
 def exit_barrier() -> None:
     """torch_tpu 0.2.0 calls torch.distributed.barrier() when the interpreter ends with a process group left open: a
     program that leaves one rank early would wait, or print an error, for no reason. Virtual chips need no such meeting,
@@ -196,56 +290,10 @@ def exit_barrier() -> None:
     atexit.unregister(_device_module.get_device_module("tpu")._shutdown_runtime)
 
 
-@functools.cache
-def _eager_type() -> type[Any]:
-    from torch_tpu._internal.compile import torch_tpu_compiled_executable
-
-    class Eager(torch_tpu_compiled_executable.CompiledArtifact):  # type: ignore[misc]
-        """A module with a collective in it, called as it is."""
-
-        def __init__(self, module: Any) -> None:
-            super().__init__()
-            self._module = module
-
-        def __call__(self, *args: Any) -> Any:
-            if len(args) == 1 and isinstance(args[0], (list, tuple)):
-                args = tuple(args[0])
-            return self._module(*args)
-
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (_eager, (self._module,))
-
-        def fingerprint(self) -> str:
-            return ""
-
-    return Eager
-
-
-def _eager(module: Any) -> Any:
-    return _eager_type()(module)
-
-
 def compiled_collectives() -> None:
-    """torch_tpu 0.2.0 lowers a collective inside torch.compile by running its own process group on placeholders, which
-    hold no data for another group to move ("cannot Materialize() a placeholder tensor"). Its compiler puts each
-    collective into a module of its own; those run eagerly through podring, the others stay compiled.
+    """torch_tpu 0.2.0 lowers a collective inside torch.compile by running its group's backend on placeholders, which
+    hold no data for another group to move ("cannot Materialize() a placeholder tensor"): podring._graphs.
     """
-    from torch_tpu._internal.compile import split_compiler
-    from torch_tpu._internal.distributed import collective_ops
+    from podring import _graphs
 
-    compiler = split_compiler._SubmodCompiler
-    original = compiler.compile_submod
-
-    def compile_submod(self: Any, mod: Any, args: Any, kwargs: Any, submod_name: Any = None) -> Any:
-        if not any(
-            node.op == "call_function" and collective_ops.is_collective_op(node.target) for node in mod.graph.nodes
-        ):
-            return original(self, mod, args, kwargs, submod_name)
-        compile_one = self.compiler_fn
-        self.compiler_fn = lambda module, inputs, module_name=None: _eager(module)
-        try:
-            return original(self, mod, args, kwargs, submod_name)
-        finally:
-            self.compiler_fn = compile_one
-
-    compiler.compile_submod = compile_submod
+    _graphs.install()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 _kept: list[Exception] = []
 _done: list[bool] = []
+_virtual: list[bool] = []
 
 
 def load() -> None:
@@ -39,12 +40,14 @@ def explain_absence() -> None:
     """Warns, once, if a virtual slice was asked for and torch was kept from loading it."""
     if wanted_slice() is not None and not _done:
         _done.append(True)
-        warnings.warn(
-            "PODRING_SLICE is set, but TORCH_DEVICE_BACKEND_AUTOLOAD=0 kept torch from loading torch_tpu and podring's "
-            "virtual slice: there is no device 'tpu' in this process, and tensors can't be made on it. CPU tensors "
-            "work. Unset TORCH_DEVICE_BACKEND_AUTOLOAD for virtual chips.",
-            stacklevel=3,
-        )
+        from podring import _early
+
+        warnings.warn(_early.NO_DEVICE, stacklevel=3)
+
+
+def on_virtual_slice() -> bool:
+    """Whether this process holds a chip of a virtual slice."""
+    return _virtual[:1] == [True]
 
 
 def wanted_slice() -> str | None:
@@ -93,6 +96,7 @@ def _load() -> None:
         loader._init_device("tpu")
         loader._LOADED = True
         _edge.after_start(name)
+        _virtual.append(True)
     elif not loader._LOADED:
         return
     _register(virtual=name is not None)
@@ -149,6 +153,9 @@ def _interpose_libtpu() -> None:
 
 def torch_tpu_version() -> str | None:
     """The installed torch_tpu's version."""
+    # Most often there is none, and reading all packages' metadata for that takes its time.
+    if find_spec("torch_tpu") is None:
+        return None
     try:
         return version("torch_tpu")
     except PackageNotFoundError:

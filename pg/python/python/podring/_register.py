@@ -1,8 +1,8 @@
 """Makes ``"tpu"`` known to ``torch.distributed``.
 
-torch calls ``register`` (an entry point of the group ``torch.distributed.backends``) the first time a process group
-named "tpu" is asked for. So torch is imported long before this module, and errors here are errors of
-``init_process_group``, never of ``import torch``.
+Where ``podring_hook`` hasn't, torch calls ``register`` (an entry point of the group ``torch.distributed.backends``) the
+first time a process group named "tpu" is asked for. Either way torch is imported long before this module, and errors
+here are errors of ``init_process_group``, never of ``import torch``.
 """
 
 from __future__ import annotations
@@ -72,15 +72,26 @@ def _drain(loaded: Face, pid: int) -> None:
         loaded.drain(_DRAIN_SECONDS)
 
 
+def _wake_chip() -> None:
+    """PODRING_ENGINE=ici runs programs on torch_tpu's client, which torch_tpu (0.2.0) makes with its first tensor."""
+    if os.environ.get("PODRING_ENGINE", "").strip() == "ici" and torch._C._get_privateuse1_backend_name() == "tpu":
+        torch.empty(1, device="tpu").cpu()
+
+
 # The two are c10d's: its extended API gives (_DistributedBackendOptions, pg_options).
 def _create(name: str, opts: Any, backend_options: object | None) -> C10dBackend:
     from torch._C._distributed_c10d import Backend
 
     _hook.raise_kept()
     _hook.explain_absence()
+    _wake_chip()
     if backend_options is not None and type(backend_options) is not Backend.Options:
         raise TypeError(
             f'the backend "{name}" takes pg_options of type torch.distributed.Backend.Options or None, '
             f"got {type(backend_options).__qualname__}"
         )
-    return face().create(opts, backend_options, name)
+    backend = face().create(opts, backend_options, name)
+    # The first group is the default group, of all ranks: programs' collectives run over groups made of it.
+    if not dist.is_initialized() and _hook.on_virtual_slice():
+        face().lend_world(backend)
+    return backend

@@ -1,0 +1,367 @@
+//! The engine of one process per device: each rank a process with one virtual chip, programs launched one by one and
+//! played on the fabric. What it gives is held against the same collective on the fabric alone.
+
+mod job;
+
+use std::time::{Duration, Instant};
+
+use job::{Rank, run};
+use podring_collective::{Blocks, Collective, DType, Kind, Layout, Part, Reduction, Tensor};
+use podring_group::engine::DeviceCall;
+use podring_group::{ProcessGroup, Work};
+
+/// The same on every rank.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, below: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) as usize % below.max(1)
+    }
+
+    fn of<T: Copy>(&mut self, all: &[T]) -> T {
+        all[self.roll(all.len())]
+    }
+}
+
+/// 0, 1 or 2 (0.5 in a type that has no zero).
+fn element(dtype: DType, number: usize) -> Vec<u8> {
+    let half = |codes: [u16; 3]| codes[number].to_le_bytes().to_vec();
+    let single = [0f32, 1.0, 2.0][number];
+    let double = f64::from(single);
+    match dtype {
+        DType::F16 => half([0, 0x3c00, 0x4000]),
+        DType::BF16 => half([0, 0x3f80, 0x4000]),
+        DType::F32 => single.to_le_bytes().to_vec(),
+        DType::F64 => double.to_le_bytes().to_vec(),
+        DType::C32 => [half([0, 0x3c00, 0x4000]), vec![0; 2]].concat(),
+        DType::C64 => [single.to_le_bytes(), [0; 4]].concat(),
+        DType::C128 => [double.to_le_bytes(), [0; 8]].concat(),
+        DType::F8E4M3FN => vec![[0, 0x38, 0x40][number]],
+        DType::F8E5M2 => vec![[0, 0x3c, 0x40][number]],
+        DType::F8E4M3FNUZ => vec![[0, 0x40, 0x48][number]],
+        DType::F8E5M2FNUZ => vec![[0, 0x40, 0x44][number]],
+        DType::F8E8M0FNU => vec![[0x7e, 0x7f, 0x80][number]],
+        DType::Bool => vec![u8::from(number == 1)],
+        integer => {
+            let mut bytes = vec![0; integer.size()];
+            bytes[0] = number as u8;
+            bytes
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Line([u8; 64]);
+
+/// Bytes aligned as a framework's are: what lies as a program wants it is then neither copied in nor out.
+#[derive(Clone)]
+struct Bytes(Vec<Line>, usize);
+
+impl Bytes {
+    fn of(bytes: &[u8]) -> Bytes {
+        let line = |part: &[u8]| {
+            let mut line = Line([0; 64]);
+            line.0[..part.len()].copy_from_slice(part);
+            line
+        };
+        Bytes(bytes.chunks(64).map(line).collect(), bytes.len())
+    }
+
+    fn get(&self) -> &[u8] {
+        // SAFETY: lines lie one after another, and there are enough of them.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.1) }
+    }
+}
+
+/// Memory of one rank for one collective.
+#[derive(Clone)]
+struct Memory {
+    dtype: DType,
+    reduction: Option<Reduction>,
+    input: Bytes,
+    output: Bytes,
+    /// Elements of each block.
+    ins: Vec<usize>,
+    outs: Vec<usize>,
+    in_place: bool,
+}
+
+impl Memory {
+    fn part(&mut self) -> Part {
+        let tensor = |data: &mut Bytes, counts: &[usize], dtype: DType| {
+            assert_eq!(data.1, counts.iter().sum::<usize>() * dtype.size());
+            Tensor { data: data.0.as_mut_ptr().cast(), layout: Layout::flat(counts.iter().sum()) }
+        };
+        let side = |data: &mut Bytes, counts: &[usize], dtype| match counts {
+            [] => Blocks::none(),
+            counts => Blocks::cut(tensor(data, counts, dtype), counts),
+        };
+        let inputs = side(&mut self.input, &self.ins, self.dtype);
+        let outputs = if self.in_place { inputs.clone() } else { side(&mut self.output, &self.outs, self.dtype) };
+        Part { dtype: self.dtype, reduction: self.reduction, inputs, outputs }
+    }
+}
+
+const SIZES: &[usize] = &[0, 1, 7, 128, 1000, 1024, 1025, 5000];
+
+/// A random collective of `n` ranks, for rank `me`; the dice are the same on all of them.
+fn collective(dice: &mut Dice, kind: Kind, n: usize, me: usize) -> Vec<Memory> {
+    let tensors = match kind {
+        Kind::AllReduce | Kind::AllGather | Kind::ReduceScatter => 1 + dice.roll(6) / 4,
+        Kind::Barrier => 0,
+        _ => 1,
+    };
+    let reductions = [
+        Reduction::Sum,
+        Reduction::Avg,
+        Reduction::Product,
+        Reduction::Min,
+        Reduction::Max,
+        Reduction::BitAnd,
+        Reduction::BitOr,
+        Reduction::BitXor,
+        Reduction::PreMulSum(0.5),
+    ];
+    let (dtype, reduction) = loop {
+        let (dtype, reduction) = (dice.of(DType::ALL), dice.of(&reductions));
+        // XLA divides complex numbers in another way, so that the last bit may differ.
+        let inexact = reduction == Reduction::Avg && dtype.name().starts_with("complex") && !n.is_power_of_two();
+        if !kind.reduces() || (reduction.supports(dtype) && !inexact) {
+            break (dtype, kind.reduces().then_some(reduction));
+        }
+    };
+    let root = kind.root().map(|root| root as usize);
+    let one = |dice: &mut Dice| {
+        let count = dice.of(SIZES);
+        let even = dice.roll(2) == 0;
+        // Who sends how much to whom, where that may differ.
+        let table: Vec<Vec<usize>> =
+            (0..n).map(|_| (0..n).map(|_| if even { count } else { dice.of(SIZES) }).collect()).collect();
+        let row = table[0].clone();
+        let (ins, outs) = match kind {
+            Kind::AllReduce | Kind::Broadcast { .. } => (vec![count], vec![count]),
+            Kind::Reduce { .. } => (vec![count], if root == Some(me) { vec![count] } else { vec![] }),
+            Kind::AllGather => (vec![row[me]], row),
+            Kind::ReduceScatter => (row.clone(), vec![row[me]]),
+            Kind::AllToAll => (table[me].clone(), table.iter().map(|row| row[me]).collect()),
+            Kind::Gather { .. } => (vec![row[me]], if root == Some(me) { row } else { vec![] }),
+            Kind::Scatter { .. } => (if root == Some(me) { row.clone() } else { vec![] }, vec![row[me]]),
+            _ => (vec![], vec![]),
+        };
+        let seed = dice.roll(1 << 30);
+        let values = |counts: &[usize]| -> Vec<u8> {
+            let mut own = Dice((seed * 64 + me) as u64 + 1);
+            (0..counts.iter().sum()).flat_map(|_| element(dtype, own.roll(3))).collect()
+        };
+        let (input, output) =
+            (Bytes::of(&values(&ins)), Bytes::of(&vec![0; outs.iter().sum::<usize>() * dtype.size()]));
+        let in_place = matches!(kind, Kind::Broadcast { .. });
+        Memory { dtype, reduction, input, output, ins, outs, in_place }
+    };
+    (0..tensors).map(|_| one(dice)).collect()
+}
+
+fn call(kind: Kind, memory: &mut [Memory]) -> Collective {
+    Collective { kind, parts: memory.iter_mut().map(Memory::part).collect() }
+}
+
+fn on_chip(group: &ProcessGroup, kind: Kind, memory: &mut [Memory]) -> Work {
+    group.post_device(DeviceCall::staged(call(kind, memory))).unwrap()
+}
+
+fn wait(work: &Work) -> Result<(), String> {
+    work.wait(None, || false).map_err(|error| error.to_string())
+}
+
+fn floats(values: &[f32]) -> Vec<Memory> {
+    let input: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let counts = vec![values.len()];
+    vec![Memory {
+        dtype: DType::F32,
+        reduction: Some(Reduction::Sum),
+        input: Bytes::of(&input),
+        output: Bytes::of(&vec![0; values.len() * 4]),
+        ins: counts.clone(),
+        outs: counts,
+        in_place: false,
+    }]
+}
+
+fn read(memory: &[Memory]) -> Vec<f32> {
+    memory[0].output.get().chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+}
+
+/// Every kind of collective, as random ones of all types, sizes and reductions, on all ranks and on some.
+#[test]
+fn what_programs_give_is_what_the_fabric_gives() {
+    run("what_programs_give_is_what_the_fabric_gives", "v5e:2x2", &[], |rank: &Rank| {
+        let some = [vec![0, 1, 2, 3], vec![0, 2], vec![3, 1, 0]];
+        let groups: Vec<Option<ProcessGroup>> = some
+            .iter()
+            .enumerate()
+            .map(|(index, members)| match index {
+                0 => Some(rank.world.clone()),
+                _ => members.contains(&rank.rank).then(|| rank.group(&format!("some{index}"), members)),
+            })
+            .collect();
+        let mut dice = Dice(0x9e37_79b9_7f4a_7c15);
+        let mut programs = 0;
+        for case in 0..72 {
+            let which = dice.of(&[0, 0, 1, 2]);
+            let n = some[which].len();
+            let root = dice.roll(n) as u32;
+            let kind = [
+                Kind::AllReduce,
+                Kind::Broadcast { root },
+                Kind::Reduce { root },
+                Kind::AllGather,
+                Kind::ReduceScatter,
+                Kind::AllToAll,
+                Kind::Gather { root },
+                Kind::Scatter { root },
+                Kind::Barrier,
+            ][case % 9];
+            let me = some[which].iter().position(|&member| member == rank.rank);
+            let memory = collective(&mut dice, kind, n, me.unwrap_or(0));
+            let (Some(group), Some(_)) = (&groups[which], me) else { continue };
+            let (mut fabric, mut chip) = (memory.clone(), memory);
+            let before = rank.chip.launched();
+            wait(&group.post(call(kind, &mut fabric), None, None, true).unwrap()).unwrap();
+            wait(&on_chip(group, kind, &mut chip)).unwrap();
+            programs += rank.chip.launched() - before;
+            let what = call(kind, &mut chip).to_string();
+            for (got, expected) in chip.iter().zip(&fabric) {
+                let side = |memory: &Memory| if memory.in_place { memory.input.clone() } else { memory.output.clone() };
+                let (got, expected) = (side(got), side(expected));
+                let (got, expected) = (got.get(), expected.get());
+                let differs = got.iter().zip(expected).position(|(got, expected)| got != expected);
+                let near = |bytes: &[u8]| {
+                    differs.map(|at| bytes[at / 16 * 16..].iter().take(16).copied().collect::<Vec<u8>>())
+                };
+                let places = (near(got), near(expected));
+                assert_eq!(differs, None, "case {case}: {what} among {:?}: {places:?}", some[which]);
+            }
+        }
+        // Types that no compiler reduces go over the fabric.
+        assert!(programs >= 40, "{programs}");
+        rank.world.shutdown();
+    });
+}
+
+#[test]
+fn calls_return_at_once_and_a_second_one_compiles_nothing() {
+    run("calls_return_at_once_and_a_second_one_compiles_nothing", "v5e:2x1", &[], |rank: &Rank| {
+        let n = rank.size as f32;
+        let mut first = floats(&[rank.rank as f32; 100]);
+        wait(&on_chip(&rank.world, Kind::AllReduce, &mut first)).unwrap();
+        assert_eq!(read(&first), vec![n * (n - 1.0) / 2.0; 100]);
+        let (compiled, launched) = (rank.chip.counts().compiled, rank.chip.launched());
+        // One rank comes late: the other's calls don't wait for it, their works do.
+        if rank.rank == 1 {
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        let start = Instant::now();
+        let mut memory: Vec<Vec<Memory>> = (0..8).map(|index| floats(&vec![index as f32; 90 + index])).collect();
+        let works: Vec<Work> = memory.iter_mut().map(|memory| on_chip(&rank.world, Kind::AllReduce, memory)).collect();
+        assert!(start.elapsed() < Duration::from_millis(250), "{:?}", start.elapsed());
+        if rank.rank == 0 {
+            assert_eq!(works[0].state(), podring_group::State::Pending);
+        }
+        works.iter().for_each(|work| wait(work).unwrap());
+        for (index, memory) in memory.iter().enumerate() {
+            assert_eq!(read(memory), vec![index as f32 * n; 90 + index]);
+        }
+        assert_eq!((rank.chip.counts().compiled, rank.chip.launched()), (compiled, launched + 8));
+        rank.world.shutdown();
+    });
+}
+
+#[test]
+fn a_rank_that_dies_in_a_program_is_named_on_the_others() {
+    run("a_rank_that_dies_in_a_program_is_named_on_the_others", "v5e:2x2", &[2], |rank: &Rank| {
+        let mut once = floats(&[1.0; 3000]);
+        wait(&on_chip(&rank.world, Kind::AllReduce, &mut once)).unwrap();
+        if rank.rank == 2 {
+            // The others are in the program by then.
+            std::thread::sleep(Duration::from_millis(300));
+            std::process::abort();
+        }
+        let start = Instant::now();
+        let mut memory = floats(&[1.0; 3000]);
+        let work = on_chip(&rank.world, Kind::AllReduce, &mut memory);
+        let error = wait(&work).unwrap_err();
+        assert!(error.contains("lost rank 2") && error.contains("all_reduce"), "{error}");
+        assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+        // It stays so.
+        let again = wait(&on_chip(&rank.world, Kind::AllReduce, &mut memory)).unwrap_err();
+        assert!(again.contains("lost rank 2"), "{again}");
+    });
+}
+
+#[test]
+fn what_ranks_call_differently_is_an_error_on_each() {
+    run("what_ranks_call_differently_is_an_error_on_each", "v5e:2x2", &[], |rank: &Rank| {
+        let pair = [rank.rank / 2 * 2, rank.rank / 2 * 2 + 1];
+        let inner = rank.group(&format!("pair{}", rank.rank / 2), &pair);
+        let mut memory = floats(&[1.0; 100]);
+        if rank.rank >= 2 {
+            // The same program for both sizes, so that nothing but the call tells them apart.
+            let mut memory = floats(&vec![1.0; 100 + rank.rank as usize]);
+            let error = wait(&on_chip(&inner, Kind::AllReduce, &mut memory)).unwrap_err();
+            assert!(error.contains("ranks called different operations"), "{error}");
+            return;
+        }
+        // Another order among groups of which one holds the other.
+        let mut other = floats(&[1.0; 100]);
+        let (within, around) = if rank.rank == 0 {
+            let around = on_chip(&rank.world, Kind::AllReduce, &mut memory);
+            (on_chip(&inner, Kind::AllReduce, &mut other), around)
+        } else {
+            let within = on_chip(&inner, Kind::AllReduce, &mut other);
+            (within, on_chip(&rank.world, Kind::AllReduce, &mut memory))
+        };
+        let error = wait(&within).unwrap_err();
+        assert!(error.contains("ranks called different operations"), "{error}");
+        assert!(error.contains("order of calls among groups"), "{error}");
+        // The other two never come to this one: they leave.
+        wait(&around).unwrap_err();
+    });
+}
+
+#[test]
+fn a_deadline_names_who_has_not_come_and_an_abort_ends_a_launch() {
+    run("a_deadline_names_who_has_not_come_and_an_abort_ends_a_launch", "v5e:2x2", &[], |rank: &Rank| {
+        let pair = [rank.rank / 2 * 2, rank.rank / 2 * 2 + 1];
+        let inner = rank.group(&format!("pair{}", rank.rank / 2), &pair);
+        let mut memory = floats(&[1.0; 100]);
+        // Compiled, so that what follows takes no longer than it says.
+        wait(&on_chip(&inner, Kind::AllReduce, &mut memory)).unwrap();
+        let start = Instant::now();
+        match rank.rank {
+            0 => {
+                let timeout = Some(Duration::from_millis(700));
+                let call = DeviceCall { timeout, ..DeviceCall::staged(call(Kind::AllReduce, &mut memory)) };
+                let error = wait(&inner.post_device(call).unwrap()).unwrap_err();
+                assert!(error.contains("the timeout of") && error.contains("waiting on rank 1"), "{error}");
+            }
+            2 => {
+                let work = on_chip(&inner, Kind::AllReduce, &mut memory);
+                std::thread::sleep(Duration::from_millis(300));
+                inner.abort("enough of it");
+                let error = wait(&work).unwrap_err();
+                assert!(error.contains("enough of it"), "{error}");
+            }
+            3 => {
+                std::thread::sleep(Duration::from_millis(1500));
+                let error = wait(&on_chip(&inner, Kind::AllReduce, &mut memory)).unwrap_err();
+                assert!(error.contains("enough of it"), "{error}");
+            }
+            _ => std::thread::sleep(Duration::from_millis(1500)),
+        }
+        assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    });
+}

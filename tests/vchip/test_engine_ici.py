@@ -1,0 +1,223 @@
+"""PODRING_ENGINE=ici on a virtual slice: collectives of tpu tensors run as programs on torch_tpu's client, one process
+per device, and the fabric plays them. The numbers are those of CPU tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_program
+from tests.vchip import jobs
+
+# The scenarios of test_scenarios.py, over the other engine.
+QUICK = [
+    "reductions",
+    "movements",
+    "point_to_point",
+    "layouts",
+    "aliases_keep_their_values",
+    "deferred_values",
+    "asynchronous",
+    "coalesced",
+    "objects",
+    "refusals",
+    "functional_eager",
+    "ddp",
+    "fsdp2",
+    "tensor_parallel",
+]
+ALL = [*QUICK, "memory_stays_flat", "compiled_collectives", "hsdp", "dtensor", "checkpoint", "pipeline"]
+EVERYTHING = pytest.mark.skipif(not os.environ.get("PODRING_VCHIP_ALL"), reason="make vchip runs it: it takes minutes")
+
+
+@functools.cache
+def job(ranks: int) -> dict[str, jobs.Said]:
+    names = ALL if os.environ.get("PODRING_VCHIP_ALL") else QUICK
+    return jobs.run_scenarios(names, ranks, {2: "v5e:1x2", 4: "v5e:2x2"}[ranks], PODRING_ENGINE="ici")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_two_ranks(name: str) -> None:
+    job(2)[name].check(name)
+
+
+@EVERYTHING
+@pytest.mark.parametrize("name", ALL[len(QUICK) :])
+def test_more_on_two_ranks(name: str) -> None:
+    job(2)[name].check(name)
+
+
+@EVERYTHING
+@pytest.mark.parametrize("name", ALL)
+def test_four_ranks(name: str) -> None:
+    job(4)[name].check(name)
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "program.py"
+    path.write_text("import os, signal, sys, time\n" + textwrap.dedent(text))
+    return path
+
+
+def test_what_runs_as_a_program_is_counted(tmp_path: Path) -> None:
+    # All four chips of the slice, and groups of some of them.
+    program = script(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        from podring import _core
+        dist.init_process_group("tpu")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        assert _core.engine_counts()[0] == 0
+
+        def launched(act):
+            before = _core.engine_counts()[0]
+            act()
+            return _core.engine_counts()[0] - before
+
+        one = torch.full((1000,), float(rank + 1), device="tpu")
+        assert launched(lambda: dist.all_reduce(one)) == 1
+        assert one.cpu().tolist() == [10.0] * 1000
+        out = torch.zeros(4000, device="tpu")
+        assert launched(lambda: dist.all_gather_into_tensor(out, one)) == 1
+        # Two calls of one batch are one program.
+        def batch():
+            with dist._coalescing_manager(device=one.device):
+                dist.all_reduce(one)
+                dist.all_reduce(out)
+        assert launched(batch) == 1
+        assert one.cpu().tolist() == [40.0] * 1000 and out.cpu().tolist() == [40.0] * 4000
+        assert launched(lambda: dist.barrier(device_ids=[0])) == 1
+        # The same program again: nothing is compiled.
+        compiled = _core.engine_counts()[1]
+        assert launched(lambda: [dist.all_reduce(one) for _ in range(5)]) == 5
+        assert _core.engine_counts()[1] == compiled
+        # Tensors of the host's memory, barriers and messages go over the fabric.
+        host = torch.full((10,), float(rank))
+        after, before = (rank + 1) % size, (rank - 1) % size
+        def on_the_fabric():
+            dist.all_reduce(host)
+            dist.barrier()
+            works = [dist.irecv(one, before), dist.isend(out[:1000], after)]
+            for work in works:
+                work.wait()
+        assert launched(on_the_fabric) == 0
+        assert host.tolist() == [6.0] * 10
+        # Some of the ranks, in both directions.
+        groups = [dist.new_group([0, 1]), dist.new_group([3, 1]), dist.new_group([0, 2, 3])]
+        for ranks, group in zip(([0, 1], [3, 1], [0, 2, 3]), groups):
+            if rank in ranks:
+                tensor = torch.full((7,), float(rank), device="tpu")
+                assert launched(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)) == 1
+                assert tensor.cpu().tolist() == [float(max(ranks))] * 7
+                parts = [torch.zeros(2, device="tpu") for _ in ranks]
+                mine = torch.full((2,), float(rank), device="tpu")
+                assert launched(lambda: dist.all_gather(parts, mine, group=group)) == 1
+                assert [part.cpu().tolist() for part in parts] == [[float(one)] * 2 for one in sorted(ranks)]
+        dist.barrier()
+        dist.destroy_process_group()
+        # And once more, from the beginning.
+        dist.init_process_group("tpu")
+        assert launched(lambda: dist.all_reduce(one)) == 1
+        dist.destroy_process_group()
+        print("FINE", rank, flush=True)
+        """,
+    )
+    done = jobs.podring("run", "--slice", "v5e:2x2", str(program), PODRING_ENGINE="ici")
+    assert done.code == 0 and done.output.count("FINE") == 4, done.output[-6000:]
+
+
+def test_a_call_returns_before_the_others_have_come(tmp_path: Path) -> None:
+    program = script(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("tpu")
+        rank = dist.get_rank()
+        one = torch.ones(1000, device="tpu")
+        dist.all_reduce(one)
+        if rank == 1:
+            time.sleep(1.0)
+        begin = time.monotonic()
+        work = dist.all_reduce(one, async_op=True)
+        called = time.monotonic() - begin
+        ended = work.is_completed()
+        work.wait()
+        waited = time.monotonic() - begin
+        assert one.cpu().tolist() == [4.0] * 1000
+        if rank == 0:
+            assert called < 0.5 and not ended and waited > 0.5, (called, ended, waited)
+        # A deadline, and who has not come.
+        dist.barrier()
+        if rank == 0:
+            from datetime import timedelta
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+            try:
+                dist.all_reduce(one)
+            except dist.DistBackendError as error:
+                assert "waiting on rank 1" in str(error) and "all_reduce" in str(error), error
+                print("FINE", flush=True)
+        else:
+            time.sleep(2.0)
+        os._exit(0)
+        """,
+    )
+    done = jobs.podring("run", "--slice", "v5e:1x2", str(program), PODRING_ENGINE="ici")
+    assert "FINE" in done.output, done.output[-6000:]
+
+
+def test_a_rank_killed_inside_a_program_is_named(tmp_path: Path) -> None:
+    program = script(
+        tmp_path,
+        f"""
+        import torch, torch.distributed as dist
+        dist.init_process_group("tpu")
+        rank = dist.get_rank()
+        one = torch.ones(1 << 20, device="tpu")
+        dist.all_reduce(one)
+        one.cpu()
+        if rank == 2:
+            # The others are in the program by then.
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        try:
+            dist.all_reduce(one)
+        except dist.DistBackendError as error:
+            assert "all_reduce" in str(error) and "slice v5e:2x2" in str(error), error
+            # In one piece: lines of several ranks mix.
+            os.write(1, f"LOST {{rank}} {{'lost rank 2' in str(error)}}\\n".encode())
+            assert time.monotonic() - begin < 30
+        time.sleep(2.0)
+        os._exit({signal.SIGUSR1.value})
+        """,
+    )
+    output = jobs.podring("run", "--slice", "v5e:2x2", str(program), PODRING_ENGINE="ici").output
+    said = {line[line.index("LOST") :] for line in output.splitlines() if "LOST" in line}
+    assert said == {"LOST 0 True", "LOST 1 True", "LOST 3 True"}, output[-6000:]
+
+
+@pytest.mark.parametrize(
+    ("engine", "slice_name", "expected"),
+    [
+        ("tpu", "v5e:2x2", 'PODRING_ENGINE="tpu": expected fabric (what is taken if it is not set) or ici'),
+        ("ici", "", 'PODRING_ENGINE="ici": expected a chip that torch_tpu holds'),
+    ],
+)
+def test_an_engine_that_cannot_be_had_is_an_error(tmp_path: Path, engine: str, slice_name: str, expected: str) -> None:
+    text = """
+        import torch, torch.distributed as dist
+        try:
+            dist.init_process_group("tpu", store=dist.HashStore(), rank=0, world_size=1)
+        except ValueError as error:
+            print("RAISED", error, flush=True)
+    """
+    env = jobs.environment(PODRING_ENGINE=engine, PODRING_SLICE=slice_name)
+    program = run_program([jobs.python(), script(tmp_path, text)], 90.0, env, cwd=tmp_path)
+    assert "RAISED" in program.output and expected in program.output, program.output[-4000:]
