@@ -241,7 +241,7 @@ fn what_is_more_than_a_collective_is_refused() {
     assert!(why(&module("add", entry), 2).contains("a second collective"));
     let placed = vec![instruction(1, "partition-id", &[], &[])];
     assert!(why(&module("add", placed), 2).contains("doesn't know its place"));
-    for opcode in ["collective-broadcast", "ragged-all-to-all", "all-reduce-start", "send"] {
+    for opcode in ["collective-broadcast", "all-reduce-start", "send"] {
         let one = collective(opcode, &[4], &[&[0, 1]]);
         assert!(why(&module("add", with(one, &[4])), 2).contains("can't be run"), "{opcode}");
     }
