@@ -13,12 +13,15 @@ const LARGE: &[&str] = &["v5e:16x16", "v6e:16x16", "v4:16x16x16", "v5p:8x8x8", "
 const OPS: &[(&str, &str)] = &[
     ("all_reduce", "all"),
     ("all_reduce", "axis:x"),
-    ("all_gather", "all"),
     ("reduce_scatter", "all"),
     ("reduce_scatter", "axis:x"),
+    ("all_gather", "all"),
     ("all_to_all", "all"),
     ("broadcast", "all"),
 ];
+
+/// The first so many of [`OPS`] on large slices.
+const ON_LARGE: usize = 3;
 
 /// Prints a row as soon as it is there.
 pub(super) fn run(args: &Args) -> Result<i32, CompileError> {
@@ -30,8 +33,8 @@ pub(super) fn run(args: &Args) -> Result<i32, CompileError> {
     let rows = SMALL
         .iter()
         .flat_map(|slice| OPS.iter().map(move |op| (slice, op)))
-        .chain(LARGE.iter().flat_map(|slice| OPS[..2].iter().map(move |op| (slice, op))));
-    let total = SMALL.len() * OPS.len() + LARGE.len() * 2;
+        .chain(LARGE.iter().flat_map(|slice| OPS[..ON_LARGE].iter().map(move |op| (slice, op))));
+    let total = SMALL.len() * OPS.len() + LARGE.len() * ON_LARGE;
     let mut progress = terminal::Progress::new();
     for (index, (slice, (op, group))) in rows.enumerate() {
         progress.show(&format!("{}/{total} {op} on {slice}, {group}", index + 1));

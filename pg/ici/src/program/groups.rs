@@ -1,6 +1,6 @@
 //! Who takes part in a program.
 
-use std::{ops::Range, sync::Arc};
+use std::sync::Arc;
 
 use super::ProgramError;
 
@@ -20,15 +20,14 @@ pub struct Steps {
     pub groups: Vec<Vec<Vec<u32>>>,
     /// From whom to whom (replicas) the last block goes; empty if everybody ends with its own.
     pub moves: Vec<(u32, u32)>,
-    /// Bytes of a rank's whole input for which steps are to be taken.
-    pub bytes: Range<u64>,
+    /// For which bytes of a rank's whole input steps are to be taken: bit n for 2ⁿ to 2ⁿ⁺¹ − 1.
+    pub sizes: u64,
 }
 
 impl Steps {
-    /// Whether an input of as many bytes, in elements of `width` bytes, goes in steps. Wider elements than 32 bits
-    /// don't: libtpu takes 64-bit types apart.
-    pub(super) fn serve(&self, bytes: u64, width: usize) -> bool {
-        width <= 4 && self.bytes.contains(&bytes)
+    /// Whether an input of as many bytes goes in steps.
+    pub fn serve(&self, bytes: u64) -> bool {
+        self.sizes >> bytes.max(1).ilog2() & 1 == 1
     }
 }
 
@@ -75,9 +74,9 @@ impl Groups {
         positions
     }
 
-    /// These groups, whose reduce-scatters of `bytes` go in steps; each step's groups hold every replica once, and every
+    /// These groups, whose reduce-scatters of `sizes` ([`Steps::sizes`]) go in steps; each step's groups hold every replica once, and every
     /// two members of a group of these meet on exactly one way through the steps (as lines along a box's axes do).
-    pub fn in_steps(mut self, steps: Vec<Vec<Vec<u32>>>, bytes: Range<u64>) -> Result<Groups, ProgramError> {
+    pub fn in_steps(mut self, steps: Vec<Vec<Vec<u32>>>, sizes: u64) -> Result<Groups, ProgramError> {
         let wrong = ProgramError::Groups { reason: "the steps don't leave each member one block" };
         let (replicas, size) = (self.replicas(), self.size());
         // The first block that a replica holds, and how many.
@@ -116,7 +115,7 @@ impl Groups {
         if moves.iter().all(|(from, to)| from == to) {
             moves.clear();
         }
-        self.steps = Some(Arc::new(Steps { groups: steps, moves, bytes }));
+        self.steps = Some(Arc::new(Steps { groups: steps, moves, sizes }));
         Ok(self)
     }
 }
@@ -127,7 +126,7 @@ mod tests {
 
     fn steps(group: &[u32], steps: &[&[&[u32]]]) -> Result<Groups, ProgramError> {
         let steps = steps.iter().map(|step| step.iter().map(|group| group.to_vec()).collect()).collect();
-        Groups::new(vec![group.to_vec()])?.in_steps(steps, 0..u64::MAX)
+        Groups::new(vec![group.to_vec()])?.in_steps(steps, u64::MAX)
     }
 
     #[test]
@@ -156,9 +155,9 @@ mod tests {
     }
 
     #[test]
-    fn wide_elements_and_other_sizes_go_at_once() {
-        let steps = Steps { groups: Vec::new(), moves: Vec::new(), bytes: 8..16 };
-        assert!(steps.serve(8, 4) && steps.serve(15, 2));
-        assert!(!steps.serve(7, 4) && !steps.serve(16, 4) && !steps.serve(8, 8));
+    fn sizes_are_powers_of_two() {
+        let steps = Steps { groups: Vec::new(), moves: Vec::new(), sizes: 1 | 1 << 3 };
+        assert!([0, 1, 8, 15].iter().all(|&bytes| steps.serve(bytes)));
+        assert!([2, 7, 16, u64::MAX].iter().all(|&bytes| !steps.serve(bytes)));
     }
 }

@@ -330,7 +330,8 @@ fn reduction(draft: &mut Draft, index: usize, part: &PartSpec) -> Result<(), Pro
         How::Native => {
             let scaled = scale(body, input);
             let (width, bytes) = (scaled.element.size(), scaled.dims.iter().product::<usize>() * scaled.element.size());
-            let steps = draft.spec.groups.steps.as_ref().filter(|steps| steps.serve(bytes as u64, width));
+            // libtpu takes 64-bit types apart.
+            let steps = draft.spec.groups.steps.as_ref().filter(|steps| width <= 4 && steps.serve(bytes as u64));
             let reduced = match steps {
                 Some(steps) if scatter => in_steps(body, scaled, steps, route.combine),
                 _ if scatter => body.reduce_scatter(&scaled, route.combine, &draft.spec.groups.groups),

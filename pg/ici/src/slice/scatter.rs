@@ -36,7 +36,7 @@ pub fn reduce_scatter_us(slice: &Slice, groups: &Groups, bytes: u64) -> Result<O
     }
     let all: Vec<u32> = (0..slice.devices()).collect();
     let at_once = cost::predict(slice, &all, cost::Collective::AllReduce, bytes)?.total_us();
-    let steps = groups.steps.as_ref().filter(|steps| steps.bytes.contains(&bytes));
+    let steps = groups.steps.as_ref().filter(|steps| steps.serve(bytes));
     Ok(Some(if steps.is_some() { steps_us(slice, groups, bytes)? } else { at_once }))
 }
 
@@ -50,25 +50,23 @@ pub(super) fn in_steps(slice: &Slice, groups: Groups) -> Result<Groups, SliceErr
     let mut best: Option<(f64, Vec<Vec<Vec<u32>>>)> = None;
     for order in [[0, 1], [1, 0]] {
         let steps: Vec<Vec<Vec<u32>>> = order.iter().map(|&axis| lines(slice, axis)).collect();
-        let us = steps_us(slice, &groups.clone().in_steps(steps.clone(), 0..u64::MAX)?, LARGE)?;
+        let us = steps_us(slice, &groups.clone().in_steps(steps.clone(), u64::MAX)?, LARGE)?;
         if best.as_ref().is_none_or(|(least, _)| us < *least) {
             best = Some((us, steps));
         }
     }
     let Some((_, steps)) = best else { return Ok(groups) };
-    let stepped = groups.clone().in_steps(steps, 0..u64::MAX)?;
-    // From the largest sizes down to where a step's fixed cost weighs more.
-    let mut from = None;
-    for exponent in (0..=40).rev() {
+    let stepped = groups.clone().in_steps(steps, u64::MAX)?;
+    let mut sizes = 0;
+    for exponent in 0..u64::BITS {
         let bytes = 1u64 << exponent;
         let at_once = cost::predict(slice, &all, cost::Collective::AllReduce, bytes)?.total_us();
-        if steps_us(slice, &stepped, bytes)? > MARGIN * at_once {
-            break;
+        if steps_us(slice, &stepped, bytes)? <= MARGIN * at_once {
+            sizes |= bytes;
         }
-        from = Some(if exponent == 0 { 0 } else { bytes });
     }
-    match (from, &stepped.steps) {
-        (Some(from), Some(steps)) => Ok(groups.in_steps(steps.groups.clone(), from..u64::MAX)?),
+    match &stepped.steps {
+        Some(steps) if sizes != 0 => Ok(groups.in_steps(steps.groups.clone(), sizes)?),
         _ => Ok(groups),
     }
 }
@@ -147,7 +145,7 @@ mod tests {
                 let (slice, groups) = whole(name, if ordered { rows } else { list });
                 let steps = groups.steps.as_ref().unwrap_or_else(|| panic!("{name}, {ordered}"));
                 assert_eq!(steps.groups.len(), 2, "{name}");
-                assert!(steps.bytes.contains(&LARGE) && steps.bytes.end == u64::MAX, "{name} {:?}", steps.bytes);
+                assert!(steps.serve(LARGE) && steps.serve(LARGE << 8), "{name} {:b}", steps.sizes);
                 // In rows, everybody ends with its own block.
                 assert_eq!(steps.moves.is_empty(), ordered, "{name}");
                 let us = reduce_scatter_us(&slice, &groups, LARGE).unwrap().unwrap();
@@ -164,12 +162,15 @@ mod tests {
 
     #[test]
     fn small_messages_go_where_the_model_says() {
-        // 16x16 that wraps: 8 hops each way, an all-reduce twice both, so that a second step costs less than it saves.
+        // 16x16 that wraps, in rows: 8 hops along each axis, an all-reduce has twice both; a second fixed cost is less.
         let (_, rings) = whole("v5e:16x16", rows);
-        assert_eq!(rings.steps.unwrap().bytes.start, 0);
+        let rings = rings.steps.unwrap();
+        assert!(rings.serve(16) && rings.serve(1 << 20));
+        // In between, where the first step's bytes and the second's hops count.
+        assert!(!rings.serve(4 << 20));
         // In libtpu's order blocks have to go home: a third step, too much for few bytes.
         let (slice, square) = whole("v5e:4x4", list);
-        assert!(square.steps.as_ref().unwrap().bytes.start > 0);
+        assert!(!square.steps.as_ref().unwrap().serve(16));
         let us = reduce_scatter_us(&slice, &square, 16).unwrap();
         let all: Vec<u32> = (0..16).collect();
         let flat = cost::predict(&slice, &all, cost::Collective::AllReduce, 16).unwrap().total_us();
