@@ -26,8 +26,8 @@ use rustix::thread::futex;
 use siphasher::sip::SipHasher13;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"podring1");
-/// Lines; with seven keys each, 50,000 keys leave few that can't be shown.
-const LINES: usize = 1 << 14;
+/// Lines, 8 MiB; with seven keys each, 400,000 keys leave few that can't be shown.
+const LINES: usize = 1 << 17;
 const WAYS: usize = 7;
 /// Of the head and of each line: one of a processor's.
 const STEP: usize = 64;

@@ -172,20 +172,20 @@ impl Shared {
         result
     }
 
-    /// Where clients of this host see which keys exist, if that can be had.
+    /// Where clients of this host see which keys exist, if that can be had. For the one thread that serves them.
     pub(super) fn board(&self) -> Option<Arc<Board>> {
+        if let Some(board) = &self.state.lock().board {
+            return board.clone();
+        }
+        // Not under the lock: that takes milliseconds.
+        let board = Board::new().inspect_err(|error| tracing::warn!(%error, "no board of the keys")).ok().map(Arc::new);
         self.with(|state, _| {
-            if let Some(board) = &state.board {
-                return board.clone();
-            }
-            let board =
-                Board::new().inspect_err(|error| tracing::warn!(%error, "no board of the keys")).ok().map(Arc::new);
             if let Some(board) = board.clone() {
                 state.store.keep_presence(move |key| board.print(key));
             }
             state.board = Some(board.clone());
-            board
-        })
+        });
+        board
     }
 
     /// Lets go of the journal, so that another coordinator can take it.
