@@ -544,7 +544,8 @@ def compiled_but_split() -> None:
     def refuse(graph: object) -> object:
         raise ValueError("this graph is refused")
 
-    whole, _graphs._with_twins = _graphs._with_twins, refuse
+    whole = _graphs._with_twins
+    _graphs._with_twins = refuse  # type: ignore[assignment]
     try:
         tensor = values(torch.float32, 24)
         with inside_of_programs(0, split=1):
@@ -629,7 +630,8 @@ def sync_batch_norm() -> None:
     sgd = torch.optim.SGD
     close(averaged(losses(model, batch().to(TPU), sgd)), losses(whole, whole_batch(), sgd))
     for name in ("running_mean", "running_var"):
-        torch.testing.assert_close(getattr(synced[1], name).cpu(), getattr(whole[1], name), rtol=1e-4, atol=1e-5)
+        got, expected = synced.state_dict()[f"1.{name}"], whole.state_dict()[f"1.{name}"]
+        torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
 @scenario
@@ -822,6 +824,20 @@ def their_collectives() -> None:
 
     compiled = torch.compile(between, fullgraph=True)
     same(compiled(torch.full((4,), float(RANK), device=TPU)), torch.full((4,), 2.0 * sum(peers) + 1))
+
+
+@scenario
+def their_uneven_exchange() -> None:
+    # Rank r sends 1 + (r + s) % WORLD rows to rank s: torch_tpu (0.2.0) wants as many in all on every rank.
+    sizes = [1 + (RANK + peer) % WORLD for peer in range(WORLD)]
+    sent = [values(torch.float32, 3 * sum(sizes), rank).reshape(-1, 3) for rank in range(WORLD)]
+    got = torch.zeros_like(sent[0], device=TPU)
+    dist.all_to_all_single(got, sent[RANK].to(TPU), sizes, sizes)
+    expected = []
+    for rank in range(WORLD):
+        parts = sent[rank].split([1 + (rank + peer) % WORLD for peer in range(WORLD)])
+        expected.append(parts[RANK])
+    same(got, torch.cat(expected))
 
 
 @scenario

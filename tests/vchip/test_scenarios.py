@@ -65,7 +65,7 @@ def test_two_ranks(name: str) -> None:
 
 
 # What runs over torch_tpu's own process group, its collectives inside of XLA programs.
-THEIRS = ["their_collectives", "their_bitwise", "ddp", "fsdp2", "compiled_training"]
+THEIRS = ["their_collectives", "their_bitwise", "their_uneven_exchange", "ddp", "fsdp2", "compiled_training"]
 ALL_THEIRS = [*THEIRS, "their_subgroups", "hsdp", "dtensor", "tensor_parallel"]
 if not jobs.ALL:
     THEIRS = ["their_bitwise", "ddp"]

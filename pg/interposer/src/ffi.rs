@@ -14,7 +14,7 @@ use parking_lot::{Mutex, RwLock};
 use podring_ici::engine::{Launching, launching};
 
 use crate::error::InterposeError;
-use crate::programs;
+use crate::meet::meet;
 use crate::step::Step;
 use crate::sys::{ExtensionBase, Opaque};
 use crate::table::Interposed;
@@ -334,7 +334,7 @@ unsafe fn execute(frame: &Frame) -> Result<(), InterposeError> {
     match (arguments.get(..inputs), results.get(..outputs)) {
         (Some(arguments), Some(results)) => {
             let launch = placed.launch.lock().clone();
-            programs::meet(placed.rank, &placed.step, arguments, results, launch.as_deref())
+            meet(placed.rank, &placed.step, arguments, results, launch.as_deref())
         }
         _ => Err(failed("the call has too few arguments or results")),
     }

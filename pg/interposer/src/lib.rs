@@ -13,6 +13,7 @@ mod error;
 mod ffi;
 mod hlo;
 mod host_memory;
+mod meet;
 pub mod memory;
 mod options;
 mod plan;
@@ -32,7 +33,8 @@ use std::sync::OnceLock;
 use parking_lot::Mutex;
 
 pub use error::InterposeError;
-pub use programs::{Counts, counts, end_world, set_world};
+pub use meet::{end_world, set_world};
+pub use programs::{Counts, counts};
 pub use settings::{Settings, Wrapped};
 
 use table::Interposed;

@@ -246,3 +246,28 @@ fn what_is_more_than_a_collective_is_refused() {
         assert!(why(&module("add", with(one, &[4])), 2).contains("can't be run"), "{opcode}");
     }
 }
+
+#[test]
+fn rows_for_each_member_are_read_as_such() {
+    let list = |id| Instruction {
+        shape: Some(Shape { element_type: 5, dimensions: vec![2], ..Default::default() }),
+        ..instruction(id, "parameter", &[2], &[])
+    };
+    let one = |operands: &[i64]| Instruction {
+        use_global_device_ids: false,
+        operand_ids: operands.to_vec(),
+        ..collective("ragged-all-to-all", &[8, 3], &[&[0, 1]])
+    };
+    let parameters = || {
+        let rows = [instruction(1, "parameter", &[4, 3], &[]), instruction(2, "parameter", &[8, 3], &[])];
+        rows.into_iter().chain((3..7).map(list))
+    };
+    let with = |one: Instruction| module("add", parameters().chain([one]).collect());
+    let plan = plan(&with(one(&[1, 2, 3, 4, 5, 6])), 2);
+    assert_eq!((plan.step.what, plan.step.groups), (What::Ragged, vec![vec![0, 1]]));
+    assert!(why(&with(one(&[1, 2, 3, 4, 5])), 2).contains("four lists of 2 whole numbers"));
+    // Rows of one shape in both.
+    let mut other = with(one(&[1, 2, 3, 4, 5, 6]));
+    other.computations[1].instructions[0].shape = shape(&[4, 2]);
+    assert!(why(&other, 2).contains("rows of one shape"));
+}

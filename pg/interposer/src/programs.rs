@@ -8,73 +8,22 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
-use podring_collective::{Blocks, Collective, Kind, Layout, Part, Tensor};
-use podring_group::{Kind as ErrorKind, ProcessGroup, Work};
-use podring_ici::engine::{Launching, launching};
+use podring_ici::engine::launching;
 use prost::Message as _;
 
 use crate::error::{Fault, InterposeError};
 use crate::ffi::{self, Callable};
 use crate::hlo::Module;
+use crate::meet::meet;
 use crate::memory;
 use crate::options;
 use crate::plan::{self, Plan, Program};
 use crate::presented::Presented;
 use crate::rewrite;
-use crate::step::{Array, Mesh, Step, What};
+use crate::step::{Array, Mesh};
 use crate::sys::{self, Opaque};
 use crate::table::Interposed;
 use crate::wire::Fields;
-
-/// The group whose members are the job's ranks, and groups of some of them.
-struct World {
-    group: ProcessGroup,
-    /// By members, and whether for programs that podring's own engine launches: it does so on threads of its own, so that
-    /// their order among a framework's programs may be another on every rank.
-    parts: HashMap<(Vec<u32>, bool), ProcessGroup>,
-}
-
-static WORLD: Mutex<Option<World>> = Mutex::new(None);
-
-/// Gives programs the group of all ranks, in the ranks' order, or takes it away.
-pub fn set_world(group: Option<ProcessGroup>) {
-    *WORLD.lock() = group.map(|group| World { group, parts: HashMap::new() });
-}
-
-/// Takes away the group that was lent, if it is this one, and ends those made of it.
-pub fn end_world(group: &ProcessGroup) {
-    let ended = {
-        let mut world = WORLD.lock();
-        if world.as_ref().is_some_and(|world| world.group.is(group)) { world.take() } else { None }
-    };
-    if let Some(world) = ended {
-        world.parts.values().for_each(ProcessGroup::shutdown);
-    }
-}
-
-/// The group of these ranks: made at the first program that needs it, with nobody waiting for anybody. Never the lent
-/// group itself: its own operations have an order of their own.
-fn group_of(members: &[u32], launched: bool) -> Result<ProcessGroup, InterposeError> {
-    let mut world = WORLD.lock();
-    let world = world.as_mut().ok_or(InterposeError::NoWorld)?;
-    let key = (members.to_vec(), launched);
-    if let Some(part) = world.parts.get(&key) {
-        return Ok(part.clone());
-    }
-    let failed =
-        |error: podring_group::Error| InterposeError::Failed { what: "forming a group", why: error.to_string() };
-    let names: Vec<String> = members.iter().map(u32::to_string).collect();
-    let kind = if launched { "launched" } else { "programs" };
-    let part = world.group.part_named(&format!("/{kind}[{}]", names.join(",")), members).map_err(failed)?;
-    world.parts.insert(key, part.clone());
-    Ok(part)
-}
-
-/// The group of all ranks, in order.
-fn everybody(launched: bool) -> Result<ProcessGroup, InterposeError> {
-    let size = WORLD.lock().as_ref().map(|world| world.group.size()).ok_or(InterposeError::NoWorld)?;
-    group_of(&(0..size).collect::<Vec<u32>>(), launched)
-}
 
 /// Names of operations that make ranks meet, or know their place, as programs spell them: an operation that is used is
 /// named in the program, whatever its form, so that one that isn't named isn't used.
@@ -456,76 +405,3 @@ fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedEx
     }
     Ok(())
 }
-
-/// Waits for an operation of the fabric's, unless the launch that it is part of is stopped.
-fn finish(work: &Work, group: &ProcessGroup, launch: Option<&Launching>) -> Result<(), InterposeError> {
-    let failed = |why| InterposeError::Failed { what: "a collective", why };
-    let stopped = || launch.and_then(Launching::stopped);
-    let Err(error) = work.wait(None, || stopped().is_some()) else { return Ok(()) };
-    match error.kind() {
-        ErrorKind::Interrupted => {
-            let why = stopped().unwrap_or_default();
-            // The others hear of it, and the memory is let go of.
-            group.abort(&why);
-            let _ = work.wait(None, || false);
-            Err(failed(why))
-        }
-        ErrorKind::Mismatch if launch.is_some_and(|launch| launch.mark != 0) => Err(failed(format!(
-            "{error}\n  (The programs may be alike: compared are also the calls that they were launched for, and the \
-             order of calls among groups of which one contains the other.)"
-        ))),
-        _ => Err(failed(error.to_string())),
-    }
-}
-
-/// The collective itself, on the memory of its operands and results: returns when this rank's part is done.
-///
-/// Within a launch of podring's own engine it takes no longer than that one may, and brings along what it says.
-pub fn meet(
-    rank: u32,
-    step: &Step,
-    inputs: &[*mut u8],
-    outputs: &[*mut u8],
-    launch: Option<&Launching>,
-) -> Result<(), InterposeError> {
-    let failed = |error: podring_group::Error| InterposeError::Failed { what: "a collective", why: error.to_string() };
-    let (limit, mark) = (launch.map(Launching::left), launch.map_or(0, |launch| launch.mark));
-    if let What::Permute(pairs) = &step.what {
-        let group = everybody(launch.is_some())?;
-        let array = &step.inputs[0];
-        let count = array.dims.iter().map(|&dim| dim as usize).product();
-        let one = |kind, data: *mut u8| {
-            let tensor = Blocks::whole(Tensor { data, layout: Layout::flat(count) });
-            let (inputs, outputs) =
-                if matches!(kind, Kind::Send { .. }) { (tensor, Blocks::none()) } else { (Blocks::none(), tensor) };
-            let part = Part { dtype: array.dtype, reduction: None, inputs, outputs };
-            Collective { kind, parts: [part].into_iter().collect() }
-        };
-        let mut works = Vec::new();
-        let post = |collective| group.post(collective, None, limit, false).map_err(failed);
-        if let Some(&(from, _)) = pairs.iter().find(|(_, to)| *to == rank) {
-            works.push(post(one(Kind::Recv { from: Some(from), tag: TAG }, outputs[0]))?);
-        } else {
-            // SAFETY: the result's own memory, as long as its array.
-            unsafe { outputs[0].write_bytes(0, array.bytes()) };
-        }
-        if let Some(&(_, to)) = pairs.iter().find(|(from, _)| *from == rank) {
-            works.push(post(one(Kind::Send { to, tag: TAG }, inputs[0]))?);
-        }
-        return works.iter().try_for_each(|work| finish(work, &group, launch));
-    }
-    let Some((members, _)) = step.group_of(rank) else {
-        return Err(InterposeError::Failed { what: "a collective", why: format!("rank {rank} is in no group of it") });
-    };
-    let group = group_of(members, launch.is_some())?;
-    match step.collective(members.len(), inputs, outputs) {
-        Some(collective) => {
-            let work = group.post_marked(collective, limit, mark).map_err(failed)?;
-            finish(&work, &group, launch)
-        }
-        None => Ok(()),
-    }
-}
-
-/// Of messages between ranks that a program permutes; user code's tags start at 0.
-const TAG: u32 = u32::MAX;

@@ -172,7 +172,7 @@ fn what_cannot_be_run_is_refused() {
     let error = rewrite(&bytes, &inner, &mesh(), Some(0), 1).unwrap_err();
     assert!(error.to_string().contains("inside another computation"), "{error}");
     let (bytes, module) =
-        module(vec![instruction(1, "parameter", &[4], &[]), collective(3, "ragged-all-to-all", &[4], &[1])]);
+        module(vec![instruction(1, "parameter", &[4], &[]), collective(3, "collective-broadcast", &[4], &[1])]);
     let error = rewrite(&bytes, &module, &mesh(), Some(0), 1).unwrap_err();
     assert!(error.to_string().contains("can't be run on a virtual slice"), "{error}");
     assert!(matches!(rewrite(&bytes[..7], &module, &mesh(), Some(0), 1), Err(Unwritten::Damaged(_))));

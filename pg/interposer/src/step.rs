@@ -34,6 +34,9 @@ pub enum What {
     AllToAll(usize),
     /// One array for each member.
     Exchange,
+    /// Rows of an array to each member, as many as the program computes: operand, what the result holds before, and for
+    /// each member where its rows begin, how many they are, where they go to in its result, and how many come from it.
+    Ragged,
     /// Whom each rank sends to and receives from; who receives nothing gets zeros.
     Permute(Vec<(u32, u32)>),
 }
@@ -177,6 +180,20 @@ pub fn read(module: &Module, entry: &[Instruction], one: &Instruction, mesh: &Me
             }
             What::AllToAll(axis)
         }
+        "ragged-all-to-all" => {
+            let [given, before, numbers @ ..] = &inputs[..] else {
+                return Err(refused(format!("expected six operands, got {}", inputs.len())));
+            };
+            let listed = |array: &Array| matches!(array.dtype, DType::I32 | DType::I64) && array.dims == [n];
+            let rows = !given.dims.is_empty() && given.dims.len() == before.dims.len();
+            let alike = rows && given.dtype == before.dtype && given.dims[1..] == before.dims[1..];
+            if numbers.len() != 4 || !numbers.iter().all(listed) || !alike || outputs != [before.clone()] {
+                return Err(refused(format!(
+                    "expected two arrays of rows of one shape, and four lists of {n} whole numbers"
+                )));
+            }
+            What::Ragged
+        }
         "collective-permute" => {
             let (input, output) = single()?;
             if input != output {
@@ -249,7 +266,7 @@ fn groups(one: &Instruction, mesh: &Mesh) -> Result<Vec<Vec<u32>>, String> {
         _ => one.replica_groups.iter().map(|group| group.ids.clone()).collect(),
     };
     let total = mesh.replicas * mesh.partitions;
-    let moves = one.opcode == "all-to-all";
+    let moves = matches!(one.opcode.as_str(), "all-to-all" | "ragged-all-to-all");
     let (numbered, each): (usize, Box<dyn Fn(usize) -> Vec<usize>>) =
         match (one.channel_id > 0, one.use_global_device_ids) {
             (true, true) => (total, Box::new(|id| vec![id])),
@@ -320,7 +337,8 @@ impl Step {
         self.groups.iter().find_map(|group| Some((&group[..], group.iter().position(|&member| member == rank)?)))
     }
 
-    /// The collective among `count` members, on memory. None for a permutation, which is no collective of the group's.
+    /// The collective among `count` members, on memory. None for a permutation, which is no collective of the
+    /// group's, and for what depends on values.
     pub fn collective(&self, count: usize, inputs: &[*mut u8], outputs: &[*mut u8]) -> Option<Collective> {
         let blocks = |array: &Array, data: *mut u8, axis: usize| {
             Blocks::list((0..count).map(|index| array.block(data, axis, index, count)))
@@ -366,7 +384,7 @@ impl Step {
                 Blocks::list(self.inputs.iter().zip(inputs).map(|(array, &data)| array.whole(data))),
                 Blocks::list(self.outputs.iter().zip(outputs).map(|(array, &data)| array.whole(data))),
             ),
-            What::Permute(_) => return None,
+            What::Ragged | What::Permute(_) => return None,
         })
     }
 }

@@ -150,7 +150,7 @@ def _twin(name: str) -> Any:
     from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
     from torch_tpu._internal.distributed import tpu_distributed
 
-    group = _resolve_process_group(name)
+    group = _resolve_process_group(dist.distributed_c10d.GroupName(name))
     kept, twin = _twins.get(name, (None, None))
     if kept is group:
         return twin
@@ -164,9 +164,10 @@ def _twin(name: str) -> Any:
     twin = dist.ProcessGroup(store, group.rank(), group.size())
     twin._set_default_backend(kind)
     twin._register_backend(tpu, kind, backend)
-    twin._set_group_name(_TWIN + name)
+    twin_name = dist.distributed_c10d.GroupName(_TWIN + name)
+    twin._set_group_name(twin_name)
     twin._set_group_desc(f"torch_tpu's lowering for {name}")
-    _register_process_group(_TWIN + name, twin)
+    _register_process_group(twin_name, twin)
     _twins[name] = (group, twin)
     return twin
 
