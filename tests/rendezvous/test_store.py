@@ -537,7 +537,7 @@ def test_over_mutual_tls(tmp_path: Path) -> None:
         assert store.get("late") == b"value"
         servers.end(setter)
         for known in (wrong, Credentials(), Credentials(token=TOKEN)):
-            fails(dist.DistNetworkError, lambda known=known: client(known, 3), 3 + SLACK)
+            fails(dist.DistNetworkError, functools.partial(client, known, 3), 3 + SLACK)
         assert store.get("n") == b"3"
 
 

@@ -2,10 +2,15 @@
 
 use podring_collective::{Blocks, Collective, DType, Kind, Layout, Part, Reduction, Tensor};
 use podring_group::{State, engine::DeviceCall};
-use podring_ici::pjrt::Element;
+use podring_ici::{
+    engine::Options,
+    pjrt::Element,
+    slice::{Callers, How, plan},
+};
+use podring_topology::parse;
 use smallvec::SmallVec;
 
-use crate::job::{LONG, all_reduce, barrier, finish, machine, one, post, tensor, world};
+use crate::job::{LONG, all_reduce, barrier, finish, machine, machine_with, one, post, tensor, world};
 
 #[test]
 fn sums_on_two_devices() {
@@ -207,5 +212,28 @@ fn a_callback_may_wait_for_a_collective_and_nobody_need_wait() {
         // Nobody waits for the first.
         assert_eq!(receive.recv_timeout(LONG).unwrap().unwrap(), 2.0);
         assert_eq!((work.state(), data[63]), (State::Done, 2.0));
+    });
+}
+
+/// On a square slice a large reduce_scatter goes along one axis after the other, and the last blocks go home.
+#[test]
+fn a_square_slice_scatters_in_steps() {
+    let slice = parse("v5e:4x4").unwrap();
+    let everybody: Vec<u32> = (0..16).collect();
+    let planned = plan(&slice, &[everybody], Callers::Members).unwrap();
+    let How::Whole(launch) = planned.how else { panic!("{planned:?}") };
+    let count = 128 << 10;
+    assert!(launch.groups.steps.unwrap().serve(16 * count as u64 * 4));
+    let Some(machine) = machine_with(16, Options { slice: Some(slice), ..Options::default() }) else { return };
+    let value = |rank: usize, index: usize| ((index * 31 + rank * 7) % 101) as i32;
+    world(&machine, LONG, |group| {
+        let me = group.rank() as usize;
+        let mut input: Vec<i32> = (0..16 * count).map(|index| value(me, index)).collect();
+        let mut output = vec![0i32; count];
+        let (inputs, outputs) = (Blocks::cut(tensor(&mut input), &[count; 16]), Blocks::whole(tensor(&mut output)));
+        finish(group, one(Kind::ReduceScatter, DType::I32, Some(Reduction::Sum), inputs, outputs)).unwrap();
+        for (index, &got) in output.iter().enumerate().step_by(97) {
+            assert_eq!(got, (0..16).map(|rank| value(rank, me * count + index)).sum::<i32>(), "rank {me}, {index}");
+        }
     });
 }

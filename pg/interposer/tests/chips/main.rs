@@ -1,6 +1,8 @@
 //! The engine of one process per device: each rank a process with one virtual chip, programs launched one by one and
 //! played on the fabric. What it gives is held against the same collective on the fabric alone.
 
+#![allow(clippy::unwrap_used, reason = "tests")]
+
 mod job;
 
 use std::time::{Duration, Instant};
