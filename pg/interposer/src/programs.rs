@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
-use podring_ici::engine::launching;
+use podring_ici::engine::{Launching, launching};
 use prost::Message as _;
 
 use crate::error::{Fault, InterposeError};
