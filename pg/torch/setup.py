@@ -1,5 +1,7 @@
 """Builds the face against the torch at hand: ``pip install --no-build-isolation --no-deps ./pg/torch``."""
 
+from pathlib import Path
+
 import torch
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
@@ -12,18 +14,7 @@ setup(
         CppExtension(
             f"podring_torch._face_{MINOR}",
             ["face.cpp"],
-            depends=[
-                "bridge.hpp",
-                "call.hpp",
-                "core.hpp",
-                "device.hpp",
-                "face.hpp",
-                "lazy.hpp",
-                "podring.h",
-                "rendezvous_store.hpp",
-                "store.hpp",
-                "work.hpp",
-            ],
+            depends=sorted(path.name for path in Path(__file__).parent.glob("*.h*")),
             extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"],
         )
     ],

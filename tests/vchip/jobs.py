@@ -20,7 +20,7 @@ SCENARIOS = ROOT / "tests/vchip/scenarios.py"
 LIMIT = 240.0
 ALL = bool(os.environ.get("PODRING_VCHIP_ALL"))
 """`make vchip` runs everything; without this the few that prove most, in some two minutes."""
-thorough = pytest.mark.skipif(not ALL, reason="make vchip runs it (PODRING_VCHIP_ALL=1)")
+thorough = pytest.mark.thorough
 
 
 @functools.cache

@@ -33,7 +33,6 @@ ALL = [
     "checkpoint",
     "pipeline",
 ]
-EVERYTHING = pytest.mark.skipif(not os.environ.get("PODRING_VCHIP_ALL"), reason="make vchip runs it: it takes minutes")
 
 
 @functools.cache
@@ -47,13 +46,13 @@ def test_two_ranks(name: str) -> None:
     job(2)[name].check(name)
 
 
-@EVERYTHING
+@jobs.thorough
 @pytest.mark.parametrize("name", ALL[len(QUICK) :])
 def test_more_on_two_ranks(name: str) -> None:
     job(2)[name].check(name)
 
 
-@EVERYTHING
+@jobs.thorough
 @pytest.mark.parametrize("name", ALL)
 def test_four_ranks(name: str) -> None:
     job(4)[name].check(name)

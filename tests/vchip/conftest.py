@@ -1,0 +1,15 @@
+"""Leaves what only `make vchip` runs out of `make test`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vchip import jobs
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if jobs.ALL:
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    config.hook.pytest_deselected(items=left_out)
