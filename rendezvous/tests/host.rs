@@ -164,6 +164,27 @@ fn a_failure_reaches_every_rank_and_the_first_stands() {
     assert!(joined[0].seat.failure("other").is_none());
 }
 
+/// What a rank says last may lie unread while its agent finds that it can tell it nothing more.
+#[test]
+fn a_rank_that_leaves_while_its_agent_tells_something_is_no_loss() {
+    for _ in 0..100 {
+        let joined = all(ranks(&quick(), &["a", "a", "a", "a"]));
+        let heard = [notices(&joined[1]), notices(&joined[2])];
+        let report = Failure { epoch: 0, group: "g".into(), by: 0, detail: Vec::new(), mismatch: None };
+        thread::scope(|scope| {
+            let seat = |rank: usize| &joined[rank].seat;
+            scope.spawn(move || seat(3).leave());
+            // Refused if the coordinator, rank 0's, has ended by then.
+            scope.spawn(move || drop(seat(1).report(report)));
+            scope.spawn(move || seat(0).leave());
+        });
+        thread::sleep(Duration::from_millis(10));
+        for notice in heard.iter().flat_map(mpsc::Receiver::try_iter) {
+            assert!(!matches!(notice, Notice::Lost(_)), "{notice:?}");
+        }
+    }
+}
+
 #[test]
 fn a_rank_that_never_comes_is_named_on_every_rank() {
     let mut three = ranks(&quick(), &["a", "a", "b", "c"]);

@@ -2,7 +2,7 @@
 //! the coordinator, and passes on what that tells.
 
 use std::collections::BTreeMap;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -373,10 +373,15 @@ impl Agent {
     fn tell(&mut self, says: Says, but: Option<u64>) {
         let bytes = encode(&pb::AgentSays { what: Some(says) });
         for id in self.seats.ids().into_iter().filter(|id| Some(*id) != but) {
-            if self.callers.get(&id).is_some_and(|caller| caller.line.send_bytes(&bytes).is_err()) {
-                // Its end is about to be read, or it doesn't read any more; the latter is as good as the former.
-                self.callers.remove(&id);
-                self.rise(id, Some("it doesn't read what its agent tells it"));
+            let sent = self.callers.get(&id).map_or(Ok(()), |caller| caller.line.send_bytes(&bytes));
+            match sent.map_err(|error| error.kind()) {
+                // Its end is about to be read, and before that, perhaps, that it leaves.
+                Ok(()) | Err(ErrorKind::BrokenPipe | ErrorKind::ConnectionReset | ErrorKind::NotConnected) => {}
+                // Half a message may have gone out: nothing can be told it any more.
+                Err(_) => {
+                    self.callers.remove(&id);
+                    self.rise(id, Some("it doesn't read what its agent tells it"));
+                }
             }
         }
     }
