@@ -22,7 +22,7 @@ FACTS = """
     one = torch.ones(3, device="tpu")
     dist.all_reduce(one)
     # In one piece: both ranks write to one pipe.
-    os.write(1, f"SUM {dist.get_rank()} {one.cpu().tolist()}\n".encode())
+    os.write(1, f"SUM {dist.get_rank()} {one.cpu().tolist()}\\n".encode())
     dist.destroy_process_group()
 """
 
