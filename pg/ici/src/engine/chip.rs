@@ -7,16 +7,16 @@
 //! **Launch order.** The posts of a process are one sequence, whatever groups they are of. A plugin whose launches return
 //! before the program has run, as libtpu's do, gets them all from one thread, in that order: so the device gets programs
 //! in the order of calls, and ranks that share groups have to call in one order, as every framework for TPUs asks. Where
-//! a launch returns when the program has run ([`ChipOptions::played`]), as on a virtual slice, each group has a thread
-//! of its own: one that waits for late ranks holds up no other group. There the order is compared: a call brings along
-//! what was posted before it in groups that hold all members of its own ([`super::Launching::mark`]), so that another
-//! order among such groups is a mismatch, named at once. Groups that overlap otherwise are not compared.
+//! a launch returns when the program has run ([`ChipOptions::played`]), as on a virtual slice, each group has a thread of
+//! its own (groups of the same members share one, as the player may play them in one order only): one that waits for
+//! late ranks holds up nobody else. There the order is compared: a call brings along what was posted before it in groups
+//! that hold all members of its own ([`super::Launching::mark`]), so that another order among such groups is a mismatch,
+//! named at once. Groups that overlap otherwise are not compared.
 //!
 //! What a program depends on is known to each rank, the sizes of other ranks' blocks excepted (all-to-all, gather,
 //! scatter): the largest are agreed upon over the hosts' network first ([`Peers`]).
 
 use std::{
-    hash::{Hash as _, Hasher as _},
     sync::{
         Arc, Weak,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -28,7 +28,7 @@ use std::{
 use parking_lot::Mutex;
 use podring_collective::{Collective, Keep};
 use podring_topology::Slice;
-use rustc_hash::FxHasher;
+use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use super::{
@@ -38,8 +38,9 @@ use super::{
     key::{self, Target},
     launch::{self, Arrangement, Place, Prepared},
     launching::Launching,
+    order::Order,
     stage,
-    ticket::{Runner, Ticket, now},
+    ticket::{Free, Runner, Ticket, now},
 };
 use crate::{
     cache::{Cache, Counts, Disk},
@@ -49,8 +50,6 @@ use crate::{
 
 /// How often deadlines of running programs are looked at.
 const TICK: Duration = Duration::from_millis(20);
-/// Tickets kept for reuse.
-const FREE: usize = 64;
 
 /// How a chip is used.
 #[derive(Default)]
@@ -93,23 +92,35 @@ pub struct Chip {
     constants: Constants,
     launched: AtomicU64,
     order: Mutex<Order>,
-    /// The thread for all groups; none if each has its own.
-    jobs: Option<mpsc::Sender<Job>>,
+    threads: Threads,
     landing: mpsc::Sender<Landed>,
 }
 
-/// What was posted so far. Groups that have ended stay known, as long as the process: when one is closed differs from
-/// rank to rank, what was posted there before does not.
-#[derive(Default)]
-struct Order {
-    groups: Vec<Posted>,
+/// The threads that launch.
+enum Threads {
+    /// One for all groups.
+    One(Arc<Launcher>),
+    /// One for all groups of the same members, sorted, while there are any.
+    Each(Mutex<FxHashMap<Vec<u32>, Weak<Launcher>>>),
 }
 
-struct Posted {
-    group: u64,
-    /// Sorted.
-    members: Vec<u32>,
-    count: u64,
+/// Where calls go to be launched one after another.
+type Launcher = mpsc::Sender<Job>;
+
+impl Threads {
+    fn of(&self, members: &[u32]) -> Result<Arc<Launcher>, PjrtError> {
+        let mut threads = match self {
+            Threads::One(launcher) => return Ok(launcher.clone()),
+            Threads::Each(threads) => threads.lock(),
+        };
+        if let Some(known) = threads.get(members).and_then(Weak::upgrade) {
+            return Ok(known);
+        }
+        threads.retain(|_, launcher| launcher.strong_count() > 0);
+        let made = launcher()?;
+        threads.insert(members.to_vec(), Arc::downgrade(&made));
+        Ok(made)
+    }
 }
 
 /// A call on its way to the device.
@@ -166,15 +177,16 @@ struct State {
 struct Group {
     chip: Arc<Chip>,
     name: String,
-    id: u64,
+    /// In the order of posts.
+    place: usize,
     me: u32,
     size: usize,
     arrangement: Arrangement,
     peers: Arc<dyn Peers>,
     runner: Runner,
-    jobs: mpsc::Sender<Job>,
+    jobs: Arc<Launcher>,
     state: Mutex<State>,
-    free: Mutex<Vec<Arc<Ticket>>>,
+    free: Free,
 }
 
 /// This process's part of a group; closed when dropped.
@@ -197,7 +209,7 @@ impl Chip {
             Some(slice) => slice.to_string(),
             None => format!("{} {} devices", ids.len(), client.platform()?),
         };
-        let jobs = if options.played { None } else { Some(launcher()?) };
+        let threads = if options.played { Threads::Each(Mutex::default()) } else { Threads::One(launcher()?) };
         let (landing, landed) = mpsc::channel();
         let chip = Arc::new(Chip {
             cache: Cache::new(client.clone(), options.disk)?.with(options.overrides, None),
@@ -213,7 +225,7 @@ impl Chip {
             constants: Constants::default(),
             launched: AtomicU64::new(0),
             order: Mutex::default(),
-            jobs,
+            threads,
             landing,
         });
         let weak = Arc::downgrade(&chip);
@@ -268,19 +280,15 @@ impl Chip {
         }
         let id = |device: u32| self.ids[device as usize];
         let arrangement = Arrangement::new(self.slice.as_ref(), id, &spec.name, &spec.devices)?;
-        let jobs = match &self.jobs {
-            Some(jobs) => jobs.clone(),
-            None => {
-                launcher().map_err(|error| OpenError::Thread { group: spec.name.clone(), why: error.to_string() })?
-            }
-        };
         let mut members = spec.devices.clone();
         members.sort_unstable();
-        self.order.lock().groups.push(Posted { group: spec.id, members, count: 0 });
+        let no_thread = |error: PjrtError| OpenError::Thread { group: spec.name.clone(), why: error.to_string() };
+        let jobs = self.threads.of(&members).map_err(no_thread)?;
+        let place = self.order.lock().enter(spec.id, members);
         Ok(Seat(Arc::new(Group {
             chip: self.clone(),
             name: spec.name.clone(),
-            id: spec.id,
+            place,
             me,
             size: spec.devices.len(),
             arrangement,
@@ -288,7 +296,7 @@ impl Chip {
             runner,
             jobs,
             state: Mutex::default(),
-            free: Mutex::default(),
+            free: Free::default(),
         })))
     }
 
@@ -296,27 +304,9 @@ impl Chip {
     fn submit(&self, group: &Arc<Group>, call: Call, ticket: Arc<Ticket>, deadline: Instant) -> Option<Call> {
         let fingerprint = call.collective.fingerprint();
         let mut order = self.order.lock();
-        let mark = order.mark(group.id, fingerprint);
+        let mark = order.mark(group.place, fingerprint);
         let job = Job { group: group.clone(), call, ticket, deadline, mark };
         group.jobs.send(job).err().map(|refused| refused.0.call)
-    }
-}
-
-impl Order {
-    /// Counts a call, and says what must be the same on all members beside its program: the call itself, and how many
-    /// were posted before in groups that hold all of its members.
-    fn mark(&mut self, group: u64, fingerprint: u64) -> u64 {
-        let Some(place) = self.groups.iter().position(|posted| posted.group == group) else { return 0 };
-        let holds =
-            |other: &Posted| self.groups[place].members.iter().all(|one| other.members.binary_search(one).is_ok());
-        let around = self.groups.iter().enumerate().filter(|(index, other)| *index != place && other.count > 0);
-        let mut before: SmallVec<[(u64, u64); 8]> =
-            around.filter(|(_, other)| holds(other)).map(|(_, other)| (other.group, other.count)).collect();
-        before.sort_unstable();
-        let mut hash = FxHasher::default();
-        (fingerprint, before).hash(&mut hash);
-        self.groups[place].count += 1;
-        hash.finish().max(1)
     }
 }
 
@@ -331,10 +321,10 @@ fn thread(name: &str, act: impl FnOnce() + Send + 'static) -> Result<(), PjrtErr
 }
 
 /// A thread that runs calls one after another, until nobody can send any.
-fn launcher() -> Result<mpsc::Sender<Job>, PjrtError> {
+fn launcher() -> Result<Arc<Launcher>, PjrtError> {
     let (jobs, posted) = mpsc::channel::<Job>();
     thread("podring-chip", move || posted.into_iter().for_each(Job::run))?;
-    Ok(jobs)
+    Ok(Arc::new(jobs))
 }
 
 /// Waits for programs that were not done when they were launched, and for their deadlines.
@@ -621,35 +611,15 @@ impl Group {
     fn forget(&self, ticket: &Arc<Ticket>) {
         self.state.lock().live.retain(|live| !Arc::ptr_eq(live, ticket));
     }
-
-    fn ticket(&self, seq: u64, timeout: Duration) -> Arc<Ticket> {
-        let known = {
-            let mut free = self.free.lock();
-            let place = free.iter().position(|ticket| Arc::strong_count(ticket) == 1);
-            place.map(|place| free.swap_remove(place))
-        };
-        let mut ticket = known.unwrap_or_default();
-        match Arc::get_mut(&mut ticket) {
-            Some(inner) => inner.reset(seq, timeout, self.runner.clone()),
-            None => ticket = Ticket::manual(seq, timeout, self.runner.clone()),
-        }
-        ticket
-    }
 }
 
 impl Seat {
     /// Starts an operation; waits for nobody.
     pub fn post(&self, call: Call) -> Arc<Ticket> {
         let group = &self.0;
-        let ticket = group.ticket(call.seq, call.timeout);
+        let ticket = group.free.take(call.seq, call.timeout, &group.runner);
         ticket.stamp(|times| times.arrived = now());
-        {
-            let mut free = group.free.lock();
-            if free.len() < FREE {
-                // Lent again once whoever holds it has let go.
-                free.push(ticket.clone());
-            }
-        }
+        group.free.give(ticket.clone());
         let broken = {
             let mut state = group.state.lock();
             if state.closed && state.failed.is_none() {
@@ -730,35 +700,5 @@ impl Seat {
 impl Drop for Seat {
     fn drop(&mut self) {
         self.close();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn order() -> Order {
-        let posted = |group, members: &[u32]| Posted { group, members: members.to_vec(), count: 0 };
-        let groups = vec![posted(1, &[0, 1, 2]), posted(2, &[0, 1]), posted(3, &[1, 2])];
-        Order { groups }
-    }
-
-    #[test]
-    fn a_mark_tells_the_order_among_groups_that_contain_each_other() {
-        let [mut a, mut b] = [order(), order()];
-        let first = [a.mark(1, 7), a.mark(2, 7)];
-        let other = [b.mark(2, 7), b.mark(1, 7)];
-        // The inner group's members all know what was posted in the outer one; not the other way round.
-        assert_ne!(first[1], other[0]);
-        assert_eq!(first[0], other[1]);
-    }
-
-    #[test]
-    fn a_mark_tells_calls_apart_and_nothing_of_strangers() {
-        let [mut a, mut b] = [order(), order()];
-        // Rank 1 has posted in a group that rank 0 is not in.
-        b.mark(3, 5);
-        assert_eq!(a.mark(2, 7), b.mark(2, 7));
-        assert_ne!(a.mark(2, 7), b.mark(2, 8));
     }
 }

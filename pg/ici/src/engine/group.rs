@@ -18,7 +18,7 @@ use super::{
     key,
     launch::{Arrangement, Arrival},
     machine::Machine,
-    ticket::{Runner, Ticket, now},
+    ticket::{Free, Runner, Ticket, now},
 };
 use crate::{pjrt::Buffer, slice::SliceError};
 
@@ -150,7 +150,7 @@ pub struct Member {
     group: Arc<Group>,
     me: u32,
     runner: Runner,
-    free: Mutex<Vec<Arc<Ticket>>>,
+    free: Free,
     closed: AtomicBool,
 }
 
@@ -196,7 +196,7 @@ impl Group {
                 _ => return Err(disagree()),
             }
         }
-        Ok(Member { group, me, runner, free: Mutex::default(), closed: AtomicBool::new(false) })
+        Ok(Member { group, me, runner, free: Free::default(), closed: AtomicBool::new(false) })
     }
 
     pub(super) fn size(&self) -> usize {
@@ -372,23 +372,11 @@ impl Member {
 
     /// Gives a ticket back for reuse.
     pub fn recycle(&self, ticket: Arc<Ticket>) {
-        let mut free = self.free.lock();
-        if free.len() < 64 {
-            free.push(ticket);
-        }
+        self.free.give(ticket);
     }
 
     fn ticket(&self, seq: u64, timeout: Duration) -> Arc<Ticket> {
-        let known = {
-            let mut free = self.free.lock();
-            let place = free.iter().position(|ticket| Arc::strong_count(ticket) == 1);
-            place.map(|place| free.swap_remove(place))
-        };
-        let mut ticket = known.unwrap_or_default();
-        match Arc::get_mut(&mut ticket) {
-            Some(inner) => inner.reset(seq, timeout, self.runner.clone()),
-            None => ticket = Ticket::manual(seq, timeout, self.runner.clone()),
-        }
+        let mut ticket = self.free.take(seq, timeout, &self.runner);
         if let Some(inner) = Arc::get_mut(&mut ticket) {
             inner.settle(&self.group.machine, Arc::downgrade(&self.group));
         }

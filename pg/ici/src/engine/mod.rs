@@ -18,6 +18,7 @@ mod key;
 mod launch;
 mod launching;
 mod machine;
+mod order;
 mod stage;
 mod ticket;
 

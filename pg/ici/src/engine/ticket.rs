@@ -125,6 +125,38 @@ impl Default for Ticket {
     }
 }
 
+/// Tickets kept for reuse.
+#[derive(Default)]
+pub(super) struct Free(Mutex<Vec<Arc<Ticket>>>);
+
+/// How many at most.
+const FREE: usize = 64;
+
+impl Free {
+    /// A ticket for an operation that begins: one that nobody else has any more, or a new one.
+    pub fn take(&self, seq: u64, timeout: Duration, runner: &Runner) -> Arc<Ticket> {
+        let known = {
+            let mut free = self.0.lock();
+            let place = free.iter().position(|ticket| Arc::strong_count(ticket) == 1);
+            place.map(|place| free.swap_remove(place))
+        };
+        let mut ticket = known.unwrap_or_default();
+        match Arc::get_mut(&mut ticket) {
+            Some(inner) => inner.reset(seq, timeout, runner.clone()),
+            None => ticket = Ticket::manual(seq, timeout, runner.clone()),
+        }
+        ticket
+    }
+
+    /// Lends a ticket again once whoever holds it has let go.
+    pub fn give(&self, ticket: Arc<Ticket>) {
+        let mut free = self.0.lock();
+        if free.len() < FREE {
+            free.push(ticket);
+        }
+    }
+}
+
 impl Ticket {
     /// A ticket that its maker ends, by [`Ticket::end`].
     pub fn manual(seq: u64, timeout: Duration, runner: Runner) -> Arc<Ticket> {

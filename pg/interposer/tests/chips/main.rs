@@ -282,6 +282,29 @@ fn calls_return_at_once_and_a_second_one_compiles_nothing() {
     });
 }
 
+/// Several groups of the same ranks, with operations of all under way at once.
+#[test]
+fn groups_of_the_same_members_keep_their_order() {
+    run("groups_of_the_same_members_keep_their_order", "v5e:2x2", &[], |rank: &Rank| {
+        let everybody: Vec<u32> = (0..rank.size).collect();
+        let twin = rank.group("twin", &everybody);
+        let backwards: Vec<u32> = everybody.iter().rev().copied().collect();
+        let third = rank.group("backwards", &backwards);
+        let groups = [&rank.world, &twin, &third];
+        for round in 0..10 {
+            let mut memory: Vec<Vec<Memory>> = (0..12).map(|index| floats(&vec![index as f32; 100])).collect();
+            let calls = memory.iter_mut().enumerate();
+            let works: Vec<Work> =
+                calls.map(|(index, memory)| on_chip(groups[index % 3], Kind::AllReduce, memory)).collect();
+            works.iter().for_each(|work| wait(work).unwrap_or_else(|error| panic!("round {round}: {error}")));
+            for (index, memory) in memory.iter().enumerate() {
+                assert_eq!(read(memory), vec![index as f32 * 4.0; 100], "round {round}");
+            }
+        }
+        rank.world.shutdown();
+    });
+}
+
 #[test]
 fn a_rank_that_dies_in_a_program_is_named_on_the_others() {
     run("a_rank_that_dies_in_a_program_is_named_on_the_others", "v5e:2x2", &[2], |rank: &Rank| {
