@@ -91,7 +91,8 @@ fn what_is_done_is_done_for_everybody() {
                 1 => {
                     wait.join().unwrap().unwrap();
                     let (expected, desired) = (b"1".to_vec(), b"2".to_vec());
-                    let set = pb::CompareSetRequest { instance: 0, key: key.clone(), expected, desired: desired.clone() };
+                    let set =
+                        pb::CompareSetRequest { instance: 0, key: key.clone(), expected, desired: desired.clone() };
                     assert_eq!(far.call(Call::CompareSet(set)), Reply::Bytes(pb::Value { value: desired }));
                     assert_eq!(waits.get(&key, Duration::ZERO).unwrap(), b"2");
                 }

@@ -17,22 +17,25 @@ mod ring;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use lines::{Lines, Shown};
 use podring_fork::Guarded;
 use ring::Ring;
 use rustix::fs::fstat;
-use rustix::time::{
-    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
-};
+use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime};
 
 use crate::decide::keyvalue::KeyValue;
 
 /// So soon after a set by the ring does the coordinator take it in, if nobody calls it before. As many sets as the ring
 /// holds take longer to come.
 const SOON: Duration = Duration::from_millis(4);
+/// So long does one who waits look before it sleeps, if that has been worth it of late: to wake a processor that has
+/// gone idle takes longer than a peer that runs needs for its next set.
+const LOOK: Duration = Duration::from_micros(25);
+/// So many waits at most go by without that look, after looks in vain.
+const BLIND: u32 = 63;
 /// At once, for a timer: 0 would stop it.
 const AT_ONCE: Duration = Duration::from_nanos(1);
 /// Descriptors of a board.
@@ -155,7 +158,34 @@ pub(crate) struct View {
     file: (u64, u64),
     /// Up to where this client's sets in the ring go.
     posted: AtomicU64,
+    patience: Patience,
     generation: u32,
+}
+
+/// Whether looking before sleeping is worth it: after looks in vain ever more waits go by without.
+#[derive(Default)]
+struct Patience {
+    /// Waits yet to go by.
+    left: AtomicU32,
+    /// How many after the last look in vain.
+    last: AtomicU32,
+}
+
+impl Patience {
+    /// Whether to look. Threads that meet here may both, or neither: it's an estimate.
+    fn looks(&self) -> bool {
+        let left = self.left.load(Ordering::Relaxed);
+        if left > 0 {
+            self.left.store(left - 1, Ordering::Relaxed);
+        }
+        left == 0
+    }
+
+    fn learn(&self, seen: bool) {
+        let next = if seen { 0 } else { (2 * self.last.load(Ordering::Relaxed) + 1).min(BLIND) };
+        self.last.store(next, Ordering::Relaxed);
+        self.left.store(next, Ordering::Relaxed);
+    }
 }
 
 fn file(fd: &OwnedFd) -> io::Result<(u64, u64)> {
@@ -169,7 +199,8 @@ impl View {
         let [board, ring, timer]: [OwnedFd; PARTS] = parts.try_into().map_err(|_| io::ErrorKind::InvalidData)?;
         let (lines, file) = (Lines::open(&board)?, file(&board)?);
         let (ring, timer, posted) = (Ring::open(&ring)?, Guarded::new(timer), AtomicU64::new(0));
-        Ok(View { lines, ring, timer, file, posted, generation: podring_fork::generation() })
+        let (patience, generation) = (Patience::default(), podring_fork::generation());
+        Ok(View { lines, ring, timer, file, posted, patience, generation })
     }
 
     /// Whether it is of these descriptors, and this process's own.
@@ -211,6 +242,13 @@ impl View {
 
     /// Sleeps until something happens to the key's bell, for at most `limit`; false if nothing did, or a signal came.
     pub(crate) fn sleep(&self, print: u64, changes: u32, limit: Duration) -> bool {
+        if self.patience.looks() {
+            let seen = self.ring.watch(print, changes, LOOK.min(limit));
+            self.patience.learn(seen);
+            if seen {
+                return true;
+            }
+        }
         self.ring.sleep(print, changes, limit)
     }
 
@@ -335,6 +373,18 @@ mod tests {
         assert_eq!(store.num_keys() as u64, 2 * ROUNDS);
         assert!((0..ROUNDS).all(|round| first.all(&[prints(&format!("a{round}")), prints("b0")]) == Look::There));
         assert!(!first.owes() && !second.owes());
+    }
+
+    #[test]
+    fn looks_in_vain_become_seldom() {
+        let patience = Patience::default();
+        let mut look = |seen: bool| {
+            let without = (0..).take_while(|_| !patience.looks()).count();
+            patience.learn(seen);
+            without
+        };
+        assert_eq!((0..9).map(|_| look(false)).collect::<Vec<_>>(), [0, 1, 3, 7, 15, 31, 63, 63, 63]);
+        assert_eq!([look(true), look(true), look(false), look(true), look(true)], [63, 0, 0, 1, 0]);
     }
 
     #[test]

@@ -187,7 +187,18 @@ impl Streams {
         let (key_bytes, value_bytes) =
             (least(QUIET.key_bytes, hello.key_bytes), least(QUIET.value_bytes, hello.value_bytes));
         let quiet = Quiet { key_bytes, value_bytes, keys: least(QUIET.keys, hello.quiet_keys.into()) };
-        Ok(Some(Streams { endpoint, instance: hello.instance, silence, road, client, sent, known, missed, quiet, idle }))
+        Ok(Some(Streams {
+            endpoint,
+            instance: hello.instance,
+            silence,
+            road,
+            client,
+            sent,
+            known,
+            missed,
+            quiet,
+            idle,
+        }))
     }
 
     /// Makes a call and waits for its answer, for at most `limit`.
