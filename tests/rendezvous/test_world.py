@@ -131,7 +131,9 @@ def long() -> Iterator[servers.Jobs]:
     """Jobs that mostly wait, all at once."""
     with servers.jobs(
         {
-            "silence": lambda: killed(2, ALONE, signal.SIGSTOP),
+            "silence, a host of its own": lambda: killed(2, ALONE, signal.SIGSTOP),
+            "silence, rank 0's host": lambda: killed(2, ONE, signal.SIGSTOP),
+            "silence, another host": lambda: killed(3, PAIRS, signal.SIGSTOP),
             "forked child, one host": lambda: killed_with_a_child(ONE),
             "forked child, hosts of their own": lambda: killed_with_a_child(ALONE),
             "restart": coordinator_killed_and_restarted,
@@ -141,12 +143,21 @@ def long() -> Iterator[servers.Jobs]:
         yield made
 
 
-def test_silence_is_told_by_name(long: servers.Jobs) -> None:
-    """A rank that is stopped, on a host of its own, with no link to anybody."""
-    ends = long.ended("silence")
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        ("a host of its own", r"lost rank 2 on host host2\b"),
+        ("rank 0's host", r"lost rank 2 on host \S+: silent"),
+        ("another host", r"lost rank 3 on host host1\b"),
+    ],
+)
+def test_silence_is_told_by_name(where: str, named: str, long: servers.Jobs) -> None:
+    """A rank that is stopped, with no link to anybody, and shares its host with others or doesn't."""
+    ends = long.ended(f"silence, {where}")
+    assert len(ends) == 3
     for end in ends:
         assert end.error is not None and end.error.is_a("DistBackendError"), report(ends)
-        assert "lost rank 2 on host host2" in end.error.message and "silent" in end.error.message, report(ends)
+        assert re.search(named, end.error.message) and "silent" in end.error.message, report(ends)
         assert end.seconds < SOON + 2, report(ends)
 
 

@@ -35,7 +35,7 @@ const SOON: Duration = Duration::from_millis(4);
 /// gone idle takes longer than a peer that runs needs for its next set.
 const LOOK: Duration = Duration::from_micros(25);
 /// So many waits at most go by without that look, after looks in vain.
-const BLIND: u32 = 63;
+const BLIND: u32 = 255;
 /// At once, for a timer: 0 would stop it.
 const AT_ONCE: Duration = Duration::from_nanos(1);
 /// Descriptors of a board.
@@ -162,12 +162,13 @@ pub(crate) struct View {
     generation: u32,
 }
 
-/// Whether looking before sleeping is worth it: after looks in vain ever more waits go by without.
+/// Whether looking before sleeping is worth it: after looks in vain ever more waits go by without, after others fewer.
+/// Where more processes run than processors, most are in vain.
 #[derive(Default)]
 struct Patience {
     /// Waits yet to go by.
     left: AtomicU32,
-    /// How many after the last look in vain.
+    /// How many after the last look.
     last: AtomicU32,
 }
 
@@ -182,7 +183,8 @@ impl Patience {
     }
 
     fn learn(&self, seen: bool) {
-        let next = if seen { 0 } else { (2 * self.last.load(Ordering::Relaxed) + 1).min(BLIND) };
+        let last = self.last.load(Ordering::Relaxed);
+        let next = if seen { last / 2 } else { (2 * last + 1).min(BLIND) };
         self.last.store(next, Ordering::Relaxed);
         self.left.store(next, Ordering::Relaxed);
     }
@@ -241,8 +243,9 @@ impl View {
     }
 
     /// Sleeps until something happens to the key's bell, for at most `limit`; false if nothing did, or a signal came.
-    pub(crate) fn sleep(&self, print: u64, changes: u32, limit: Duration) -> bool {
-        if self.patience.looks() {
+    /// `alone`: it is the only key that is waited for. Several have several setters, and take longer than a look.
+    pub(crate) fn sleep(&self, print: u64, changes: u32, limit: Duration, alone: bool) -> bool {
+        if alone && self.patience.looks() {
             let seen = self.ring.watch(print, changes, LOOK.min(limit));
             self.patience.learn(seen);
             if seen {
@@ -316,7 +319,7 @@ mod tests {
                 for number in 0..2000 {
                     let began = Instant::now();
                     while let Look::Absent { print, changes } = view.all(&[key(number)]) {
-                        assert!(view.sleep(print, changes, Duration::from_secs(10)), "{number}");
+                        assert!(view.sleep(print, changes, Duration::from_secs(10), true), "{number}");
                         assert!(began.elapsed() < Duration::from_secs(20), "{number}");
                     }
                 }
@@ -325,7 +328,7 @@ mod tests {
             waits.join().unwrap();
         });
         let Look::Absent { print, changes } = view.all(&[key(5000)]) else { panic!("not there") };
-        assert!(!view.sleep(print, changes, Duration::from_millis(1)));
+        assert!(!view.sleep(print, changes, Duration::from_millis(1), false));
     }
 
     /// Two play ping-pong by the ring while the coordinator takes in what they set: nobody misses anything, neither
@@ -343,7 +346,7 @@ mod tests {
         });
         let wait = |view: &View, key: &str| {
             while let Look::Absent { print, changes } = view.all(&[prints(key)]) {
-                assert!(view.sleep(print, changes, Duration::from_secs(10)), "{key}");
+                assert!(view.sleep(print, changes, Duration::from_secs(10), true), "{key}");
             }
         };
         let post = |client: u64, view: &View, key: &str| {
@@ -378,13 +381,13 @@ mod tests {
     #[test]
     fn looks_in_vain_become_seldom() {
         let patience = Patience::default();
-        let mut look = |seen: bool| {
+        let look = |seen: bool| {
             let without = (0..).take_while(|_| !patience.looks()).count();
             patience.learn(seen);
             without
         };
-        assert_eq!((0..9).map(|_| look(false)).collect::<Vec<_>>(), [0, 1, 3, 7, 15, 31, 63, 63, 63]);
-        assert_eq!([look(true), look(true), look(false), look(true), look(true)], [63, 0, 0, 1, 0]);
+        assert_eq!((0..10).map(|_| look(false)).collect::<Vec<_>>(), [0, 1, 3, 7, 15, 31, 63, 127, 255, 255]);
+        assert_eq!((0..10).map(|_| look(true)).collect::<Vec<_>>(), [255, 127, 63, 31, 15, 7, 3, 1, 0, 0]);
     }
 
     #[test]

@@ -41,6 +41,9 @@ const ASKING: Duration = Duration::from_millis(100);
 const KEPT: usize = 16;
 /// Of so many sets that went by the connection though the ring would do, one is waited for, so that it will.
 const MANY: u64 = 16;
+/// A connection that stood so short a time ago is taken to stand still by what goes over the board: to ask the system
+/// costs as much as all the rest. If it doesn't, the next call finds out, and says so.
+const FRESH: Duration = Duration::from_millis(1);
 /// Keys that are looked for on the board at once.
 const LOOKED_FOR: usize = 256;
 /// What isn't waited for, if the coordinator takes it.
@@ -106,6 +109,8 @@ struct Line {
     number: u64,
     /// As whose it was opened.
     client: u64,
+    /// When it was last seen to stand, other than when it was made.
+    stood: Option<Instant>,
     /// A quiet call was made on it, and nothing answered since.
     unsure: bool,
     message_bytes: usize,
@@ -221,7 +226,7 @@ impl Streams {
         if key.len() > self.quiet.key_bytes || value.len() > self.quiet.value_bytes {
             return Ok(false);
         }
-        let line = self.line("set", limit, asks)?;
+        let line = self.fresh_line("set", limit, asks)?;
         if let Some(board) = &line.board
             && line.client != 0
             && board.is_open(key, value)
@@ -341,7 +346,7 @@ impl Streams {
     ) -> Result<bool, Error> {
         let began = Instant::now();
         let until = Until { deadline: began + timeout, asks };
-        let line = self.line("wait", limit, asks)?;
+        let line = self.fresh_line("wait", limit, asks)?;
         let Some(board) = line.board.as_ref().filter(|_| (1..=LOOKED_FOR).contains(&keys.len())) else {
             self.keep(line);
             return Ok(false);
@@ -357,7 +362,7 @@ impl Streams {
             if left.is_zero() {
                 break false;
             }
-            if board.sleep(print, changes, left.min(ASKING)) {
+            if board.sleep(print, changes, left.min(ASKING), keys.len() == 1) {
                 continue;
             }
             if !line.alive() {
@@ -433,22 +438,35 @@ impl Streams {
 
     /// A connection for a call.
     fn line(&self, call: &'static str, limit: Duration, asks: Option<&Asks>) -> Result<Line, Error> {
-        match self.kept()? {
+        match self.kept(None)? {
             Some(line) => Ok(line),
             None => self.open(call, limit.min(self.silence), asks),
         }
     }
 
-    /// A kept connection that is alive. An error, once, if one has ended before a set was known to be done.
-    fn kept(&self) -> Result<Option<Line>, Error> {
+    /// One that stood a moment ago will do.
+    fn fresh_line(&self, call: &'static str, limit: Duration, asks: Option<&Asks>) -> Result<Line, Error> {
+        match self.kept(Some(Instant::now()))? {
+            Some(line) => Ok(line),
+            None => self.open(call, limit.min(self.silence), asks),
+        }
+    }
+
+    /// A kept connection that is alive. An error, once, if one has ended before a set was known to be done. `now`: one
+    /// that was [`FRESH`] ago will do.
+    fn kept(&self, now: Option<Instant>) -> Result<Option<Line>, Error> {
         let mut idle = self.idle.lock();
         let me = podring_fork::generation();
         if idle.owner != me {
             // Those of the process this one was forked from, closed here by now.
             self.rename(&mut idle);
         }
-        while let Some(line) = idle.lines.pop() {
-            let alive = line.alive();
+        while let Some(mut line) = idle.lines.pop() {
+            let fresh = now.zip(line.stood).is_some_and(|(now, stood)| now.saturating_duration_since(stood) < FRESH);
+            let alive = fresh || line.alive();
+            if !fresh {
+                line.stood = now.filter(|_| alive);
+            }
             if alive && line.client == self.client.load(Ordering::SeqCst) {
                 return Ok(Some(line));
             }
@@ -527,7 +545,7 @@ impl Road {
         let socket = Guarded::new(socket);
         set_socket_timeout(&socket, Timeout::Recv, Some(ASKING)).map_err(|error| Failed::Broken(error.to_string()))?;
         let (out, unsure, board) = (Vec::new(), false, None);
-        let mut line = Line { socket, inbound, out, number: 0, client, unsure, message_bytes, board };
+        let mut line = Line { socket, inbound, out, number: 0, client, stood: None, unsure, message_bytes, board };
         let token = self.token.as_ref().map(Token::reveal).unwrap_or_default();
         let hello = pb::StoreHello { version: wire::VERSION.to_owned(), token, client, sent };
         let mut out = Vec::new();
