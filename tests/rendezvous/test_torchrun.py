@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import runpy
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import podring.rendezvous
 import pytest
 import torch
+from torch.distributed import launcher
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
@@ -36,8 +39,8 @@ class Job:
         self.until = time.monotonic() + LIMIT
 
     def start(self, agent: str, conf: str = "", program: bool = False) -> None:
-        """Starts an agent with one worker: torchrun's main function in a forked process, where torch is loaded already,
-        or the program itself."""
+        """Starts an agent with one worker: the program itself, or what it does in a forked process, whose worker is
+        forked too. There torch is loaded already, which costs a program seconds."""
         command = ["--rdzv-backend", "podring"]
         command += ["--rdzv-endpoint", self.endpoint, "--rdzv-id", "job", "--rdzv-conf", self.conf + conf]
         command += [
@@ -58,7 +61,9 @@ class Job:
             os.environ.update(env)
             if program:
                 os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command])
-            torchrun.main(command)
+            config, _, arguments = torchrun.config_from_args(torchrun.parse_args(command))
+            config.start_method = "fork"
+            launcher.elastic_launch(config, _worker)(harness.PROGRAMS / "elastic.py", *arguments[-2:])
 
         self.agents[agent] = processes.fork(main, self.directory / f"{agent}.log", LIMIT)
 
@@ -111,6 +116,13 @@ def job(directory: Path, endpoint: str, nnodes: str, env: dict[str, str] | None 
                 running.kill(agent)
 
 
+def _worker(*command: str | Path) -> None:
+    # The agent's settings came after torch was loaded.
+    podring.rendezvous.register()
+    sys.argv = [str(word) for word in command]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def alone() -> float:
     """The loss of the same training in one process."""
     torch.manual_seed(1)
@@ -141,12 +153,12 @@ def test_an_agent_is_killed_and_comes_back(tmp_path: Path) -> None:
     (tmp_path / "hold").touch()
     with job(tmp_path, f"{HOST}:{harness.free_port()}", "1:2") as running:
         # The coordinator is the first agent's: the one that lives on. The other waits for it.
-        running.start("a", program=True)
+        running.start("a")
         running.start("b", ",is_host=0")
         running.wait("the hold of two", lambda: running.held("a") == "2" == running.held("b"))
         running.kill("b")
         running.wait("the hold of one", lambda: running.held("a") == "1")
-        running.start("b", ",is_host=0")
+        running.start("b", ",is_host=0", program=True)
         running.wait("the second hold of two", lambda: running.held("a") == "2")
         (tmp_path / "hold").unlink()
         running.end("a")
