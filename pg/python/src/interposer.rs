@@ -48,20 +48,29 @@ fn slice_facts(name: &str) -> PyResult<(String, u64, u32, [u32; 3])> {
     Ok((kind.to_owned(), memory, slice.devices(), slice.dims()))
 }
 
-/// What the engine for tensors on devices has done in this process so far: (programs launched, programs compiled). None
-/// without such an engine, or before the first group.
+/// What the engine for tensors on devices has done in this process so far: (programs launched, programs compiled,
+/// programs that another rank compiled). None without such an engine, or before the first group.
 #[pyfunction]
-fn engine_counts() -> Option<(u64, u64)> {
+fn engine_counts() -> Option<(u64, u64, u64)> {
     let chip = podring_group::Runtime::chip()?;
-    Some((chip.launched(), chip.counts().compiled))
+    let counts = chip.counts();
+    Some((chip.launched(), counts.compiled, counts.received))
 }
 
 /// What became of programs with collectives on a virtual slice, since the process began: how many were one collective
-/// (`whole`), had some among other operations (`mixed`, with `inside` collectives in all), and were refused.
+/// (`whole`), had some among other operations (`mixed`, with `inside` collectives in all), were refused, and were loaded
+/// as another rank or an earlier process had compiled them (`loaded`).
 #[pyfunction]
 fn program_counts() -> HashMap<&'static str, u64> {
     let counts = podring_interposer::counts();
-    [("whole", counts.whole), ("mixed", counts.mixed), ("inside", counts.inside), ("refused", counts.refused)].into()
+    [
+        ("whole", counts.whole),
+        ("mixed", counts.mixed),
+        ("inside", counts.inside),
+        ("refused", counts.refused),
+        ("loaded", counts.loaded),
+    ]
+    .into()
 }
 
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
