@@ -557,9 +557,8 @@ def compiled_but_split() -> None:
 
 @scenario
 def twins_end_with_their_groups() -> None:
-    from torch._C._distributed_c10d import _resolve_process_group
-
     from podring import _graphs
+    from torch._C._distributed_c10d import _resolve_process_group
 
     names: list[str] = []
     kept: Any = None
