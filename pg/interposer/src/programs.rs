@@ -242,6 +242,12 @@ impl Programs {
         seen: &Presented,
         args: &mut sys::ExecutableDeserializeAndLoad,
     ) -> Result<(), Fault> {
+        // What a framework has saved was not saved here, and nothing says that its groups are those of this job.
+        if launching().is_none() {
+            let (function, why) =
+                (sys::ExecutableDeserializeAndLoad::NAME, "programs other than those of podring's engine");
+            return Err(InterposeError::NotSaved { function, slice: seen.name(), why }.into());
+        }
         let refused = |reason: String| InterposeError::Saved { reason };
         // SAFETY: the caller's bytes, as many as it says.
         let given = unsafe { bytes(args.serialized_executable.cast(), args.serialized_executable_size) };

@@ -40,12 +40,12 @@ fn interposed() -> (bool, Option<String>) {
     (podring_interposer::is_loaded(), podring_interposer::failure())
 }
 
-/// (device kind, memory of a device in bytes, devices, shape of one slice in chips) of a slice by name.
+/// (device kind, memory of a device in bytes, devices, shape of one slice in chips, slices) of a slice by name.
 #[pyfunction]
-fn slice_facts(name: &str) -> PyResult<(String, u64, u32, [u32; 3])> {
+fn slice_facts(name: &str) -> PyResult<(String, u64, u32, [u32; 3], u32)> {
     let slice = podring_topology::parse(name).map_err(|error| PyValueError::new_err(error.to_string()))?;
     let (kind, memory) = podring_interposer::device_facts(&slice);
-    Ok((kind.to_owned(), memory, slice.devices(), slice.dims()))
+    Ok((kind.to_owned(), memory, slice.devices(), slice.dims(), slice.slices()))
 }
 
 /// What the engine for tensors on devices has done in this process so far: (programs launched, programs compiled,
