@@ -404,6 +404,7 @@ impl Member {
     /// Starts an operation; waits for nobody. The last to come launches.
     pub fn post(&self, call: Call) -> Arc<Ticket> {
         let ticket = self.ticket(call.seq, call.timeout);
+        ticket.stamp(|times| times.called = now());
         let deadline = deadline(call.timeout);
         let outcome = self.arrive(call, &ticket, deadline);
         if let Err(failure) = outcome {
@@ -449,8 +450,10 @@ impl Member {
         if let Err(failure) = outcome {
             group.fail(failure.clone());
             let failure = group.failure().unwrap_or(failure);
-            for arrival in meeting.arrivals.iter_mut().filter_map(Option::take) {
+            for mut arrival in meeting.arrivals.iter_mut().filter_map(Option::take) {
                 let held = arrival.ticket.clone();
+                // A launch that failed on one device may have begun on others.
+                arrival.take_back();
                 // The memory's keeper first, then the news.
                 drop(arrival);
                 held.end_held(Some(failure.clone()));

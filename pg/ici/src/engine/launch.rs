@@ -124,13 +124,18 @@ pub(super) struct Arrival {
     wish: Arc<Prepared>,
     /// One per part; none where this member has nothing to give.
     inputs: SmallVec<[Option<Buffer>; 1]>,
+    /// Of each argument that is the caller's own memory: the plugin is done with it.
+    lent: SmallVec<[Event; 1]>,
     /// The inputs came from the caller, and results stay on the device.
     on_device: bool,
     donate: bool,
 }
 
+/// Blocks in memory, and how they lie in a device buffer.
+type Side = (SmallVec<[Block; 8]>, Lay);
+
 /// What this member puts in, and how it lies.
-pub(super) fn gives(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<(SmallVec<[Block; 8]>, Lay)> {
+pub(super) fn gives(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<Side> {
     let width = part.dtype.size();
     let lay = match op {
         Op::ReduceScatter => Lay::Slots(class_rows(elements, width) * LANES * width),
@@ -145,8 +150,12 @@ pub(super) fn gives(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) 
     }
 }
 
+fn view(side: &Option<Side>) -> Option<(&[Block], Lay)> {
+    side.as_ref().map(|(blocks, lay)| (&blocks[..], *lay))
+}
+
 /// What this member takes out, and how it lies.
-pub(super) fn takes(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<(SmallVec<[Block; 8]>, Lay)> {
+pub(super) fn takes(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<Side> {
     let lay = match op {
         Op::AllGather | Op::AllToAll | Op::Gather { .. } => Lay::Slots(elements),
         Op::AllToAllUneven { .. } => Lay::Aligned(TILE),
@@ -189,6 +198,7 @@ impl Arrival {
             device,
             wish,
             inputs: SmallVec::new(),
+            lent: SmallVec::new(),
             on_device: inputs.is_some(),
             donate: true,
         };
@@ -215,25 +225,68 @@ impl Arrival {
         Arc::new(group.plugin_failure(doing, &self.collective.to_string(), Some(self.me), error))
     }
 
-    /// Copies this member's inputs to its device, for the program it wishes.
+    /// Brings this member's inputs to its device, for the program it wishes.
     fn stage(&mut self, group: &Group) -> Result<(), Arc<Failure>> {
-        let machine = &group.machine;
-        let device = machine.client().devices()[self.device as usize];
         let mut inputs = SmallVec::new();
+        let mut lent = SmallVec::new();
         for (index, part) in self.collective.parts.iter().enumerate() {
-            let key = &self.wish.key;
-            let given = gives(self.collective.kind, self.me, part, &key.op, key.parts[index].elements);
-            let (Some((blocks, lay)), Some(shape)) = (given, self.wish.data_shape(index)) else {
-                inputs.push(None);
-                continue;
-            };
-            // SAFETY: the caller of the collective keeps its tensors readable until the operation has ended, which it
-            // can't before this member has arrived, or while its ticket is held.
-            let copied = unsafe { stage::to_device(machine.client(), &device, shape, &blocks, lay) };
-            inputs.push(Some(copied.map_err(|error| self.fail(group, "copying to the device for", error))?));
+            let brought = self.bring(&group.machine, index, part);
+            let brought = brought.map_err(|error| self.fail(group, "copying to the device for", error))?;
+            let (buffer, event) = brought.map_or((None, None), |(buffer, event)| (Some(buffer), event));
+            inputs.push(buffer);
+            lent.extend(event);
         }
-        self.inputs = inputs;
+        (self.inputs, self.lent) = (inputs, lent);
         Ok(())
+    }
+
+    /// A part's argument, and if it is the caller's own memory, when the plugin is done with that.
+    fn bring(&self, machine: &Machine, index: usize, part: &Part) -> Result<Option<(Buffer, Option<Event>)>, PjrtError> {
+        let (key, kind) = (&self.wish.key, self.collective.kind);
+        let Some(shape) = self.wish.data_shape(index) else { return Ok(None) };
+        let device = machine.client().devices()[self.device as usize];
+        let given = gives(kind, self.me, part, &key.op, key.parts[index].elements);
+        // Where devices are this process's CPUs, large tensors that lie as the program has them are lent. Packed copies of
+        // strided ones (`after`) are not worth it.
+        if machine.on_host() && self.after.is_none() && shape.bytes > AT_ONCE {
+            let in_place = key.in_place(machine.target);
+            let taken = in_place.then(|| takes(kind, self.me, part, &key.op, key.parts[index].elements)).flatten();
+            // SAFETY: the caller of the collective leaves its tensors alone until the operation has ended. A launched
+            // one whose memory is lent doesn't end before the event of each argument has happened; before the launch
+            // nothing reads or writes them.
+            let lent = unsafe { stage::lend(machine.client(), &device, shape, view(&given), view(&taken)) }?;
+            if let Some((buffer, event)) = lent {
+                return Ok(Some((buffer, Some(event))));
+            }
+        }
+        let Some((blocks, lay)) = given else { return Ok(None) };
+        // SAFETY: the caller of the collective keeps its tensors readable until the operation has ended, which it
+        // can't before this member has arrived, or while its ticket is held.
+        let copied = unsafe { stage::to_device(machine.client(), &device, shape, &blocks, lay) }?;
+        Ok(Some((copied, None)))
+    }
+
+    /// Whether arguments are the caller's own memory.
+    pub fn lends(&self) -> bool {
+        !self.lent.is_empty()
+    }
+
+    /// Lets go of the arguments. Whether the plugin is done with the caller's memory, results apart.
+    pub fn let_go(&mut self) -> bool {
+        self.inputs.clear();
+        self.lent.iter().all(|event| event.is_ready().unwrap_or(false))
+    }
+
+    /// Lets go of the arguments, and waits until the plugin is done with the caller's memory. Not on its own threads;
+    /// after results that may be there have been dropped.
+    pub fn take_back(&mut self) {
+        self.inputs.clear();
+        for event in &self.lent {
+            if let Err(error) = event.wait() {
+                tracing::warn!(%error, "memory that was lent to a device");
+            }
+        }
+        self.lent.clear();
     }
 }
 
@@ -257,6 +310,8 @@ pub(super) struct Task {
     pub arrival: Arrival,
     prepared: Arc<Prepared>,
     group: Arc<Group>,
+    /// The device's failure, if the operation couldn't end with it at once.
+    pub failure: Option<Arc<Failure>>,
 }
 
 impl Task {
@@ -280,6 +335,18 @@ impl Task {
     pub fn copies_at_once(&self, machine: &Machine) -> bool {
         let bytes: usize = self.prepared.outputs.iter().map(|shape| shape.bytes).sum();
         machine.on_host() && self.arrival.after.is_none() && bytes <= AT_ONCE
+    }
+
+    /// Whether every result is where it is to be.
+    pub fn landed(&self, outputs: &[Buffer]) -> bool {
+        let (Arrival { collective, me, .. }, key) = (&self.arrival, &self.prepared.key);
+        collective.parts.iter().enumerate().all(|(index, part)| {
+            let taken = takes(collective.kind, *me, part, &key.op, key.parts[index].elements);
+            match (taken, outputs.get(index), self.prepared.outputs.get(index)) {
+                (Some((blocks, lay)), Some(buffer), Some(shape)) => stage::landed(buffer, shape.bytes, &blocks, lay),
+                _ => true,
+            }
+        })
     }
 
     pub fn copy_out(&mut self, machine: &Machine, outputs: &[Buffer]) -> Result<(), Failure> {
@@ -322,6 +389,11 @@ impl Group {
         let gathered = now();
         let machine = &self.machine;
         let prepared = self.agree(arrangement, meeting)?;
+        // Nobody else may end what has lent its memory, from here on until the plugin is done with it.
+        if let Some(ended) = meeting.arrivals.iter().flatten().find(|one| one.lends() && !one.ticket.held()) {
+            let why = format!("{} had ended before its launch", ended.collective);
+            return Err(self.failure().unwrap_or_else(|| Arc::new(Failure::Aborted { by: Some(ended.me), why })));
+        }
         let arrivals: SmallVec<[&Arrival; 16]> = meeting.arrivals.iter().flatten().collect();
         let call = |arrivals: &[&Arrival]| arrivals.first().map_or(String::new(), |one| one.collective.to_string());
         let plugin = |doing, rank, error, arrivals: &[&Arrival]| {
@@ -392,7 +464,7 @@ impl Group {
             let Some(arrival) = meeting.arrivals.get_mut(member).and_then(Option::take) else { continue };
             let ticket = arrival.ticket.clone();
             ticket.stamp(|times| (times.gathered, times.launched, times.returned) = (gathered, launched, returned));
-            let task = Task { arrival, prepared: prepared.clone(), group: self.clone() };
+            let task = Task { arrival, prepared: prepared.clone(), group: self.clone(), failure: None };
             ticket.flying(task, outputs);
             flying.extend(event.map(|event| (ticket, event)));
         }
@@ -408,7 +480,9 @@ impl Group {
             if let Err(error) = outcome {
                 let failure = Arc::new(self.plugin_failure("watching", "a launched program", None, error));
                 self.fail(failure.clone());
-                ticket.end(Some(failure));
+                if !ticket.end_unwatched(&failure) {
+                    ticket.end(Some(failure));
+                }
             }
         }
         Ok(())

@@ -175,21 +175,53 @@ impl Client {
                 got: format!("{device:?}"),
             });
         }
+        let (buffer, done) = self.from_host(data.as_ptr(), element, dims, device, sys::ONLY_DURING_CALL)?;
+        // With these semantics it is complete already; awaited all the same, so that an error isn't lost.
+        done.wait()?;
+        Ok(buffer)
+    }
+
+    /// The memory holds as many elements, and stays as these semantics want it.
+    fn from_host(
+        &self,
+        data: *const u8,
+        element: Element,
+        dims: &[i64],
+        device: &Device,
+        semantics: std::ffi::c_int,
+    ) -> Result<(Buffer, Event), PjrtError> {
         let mut args = sys::ClientBufferFromHostBuffer {
             client: self.handle.raw,
-            data: data.as_ptr().cast(),
+            data: data.cast(),
             element_type: element.code(),
             dims: dims.as_ptr(),
             num_dims: dims.len(),
-            host_buffer_semantics: sys::ONLY_DURING_CALL,
+            host_buffer_semantics: semantics,
             device: device.raw as Opaque,
             ..Default::default()
         };
         self.plugin().call(&mut args)?;
-        let buffer = Buffer { client: self.handle.clone(), raw: args.buffer };
-        // With these semantics it is complete already; awaited all the same, so that an error isn't lost.
-        Event::new(&self.handle.plugin, args.done_with_host_buffer).wait()?;
-        Ok(buffer)
+        let done = Event::new(&self.handle.plugin, args.done_with_host_buffer);
+        Ok((Buffer { client: self.handle.clone(), raw: args.buffer }, done))
+    }
+
+    /// Memory of this process as a buffer, with no copy; `donated` if an execution that it is donated to may leave its
+    /// result there. The event says that the plugin is done with the memory: the buffer, and what became of it, is
+    /// destroyed, and no execution uses it. A plugin may copy all the same: then the result is elsewhere.
+    ///
+    /// # Safety
+    /// `memory` holds as many elements, is aligned to [`VIEW_ALIGNMENT`], and until the event has happened stays alive,
+    /// and unwritten by others; with `donated` it is writable, and unread by others while an execution has it.
+    pub(crate) unsafe fn lend(
+        &self,
+        memory: *mut u8,
+        donated: bool,
+        element: Element,
+        dims: &[i64],
+        device: &Device,
+    ) -> Result<(Buffer, Event), PjrtError> {
+        let semantics = if donated { sys::MUTABLE_ZERO_COPY } else { sys::IMMUTABLE_ZERO_COPY };
+        self.from_host(memory, element, dims, device, semantics)
     }
 }
 
