@@ -57,7 +57,9 @@ impl Across {
             }
         }
         let steps: &[(bool, Op, u64)] = match op {
-            Op::AllReduce => &[(true, Op::ReduceScatter, whole), (false, Op::AllReduce, share), (true, Op::AllGather, whole)],
+            Op::AllReduce => {
+                &[(true, Op::ReduceScatter, whole), (false, Op::AllReduce, share), (true, Op::AllGather, whole)]
+            }
             Op::Reduce => &[(true, Op::ReduceScatter, whole), (false, Op::Reduce, share), (true, Op::Gather, whole)],
             Op::Broadcast => &[(false, Op::Broadcast, whole), (true, Op::Broadcast, whole)],
             Op::AllGather => &[(false, Op::AllGather, share), (true, Op::AllGather, whole)],
@@ -76,8 +78,7 @@ impl Across {
                 return Ok(Part::Between { op, bytes, predicted_us: predicted.total_us() });
             }
             let (slice, group) = (Some(one_slice.clone()), group.clone());
-            let one =
-                Args { slice, op: Some(op), bytes, group, mlir: None, plan: None, table: false, ..*args };
+            let one = Args { slice, op: Some(op), bytes, group, mlir: None, plan: None, table: false, ..*args };
             let job = Job::of(&one)?;
             Ok(Part::Inside(Box::new(one), Box::new(job)))
         };
@@ -199,7 +200,8 @@ mod tests {
         for (slice, group) in [("v5e:2x2", "all"), ("v5e:2x2*2", "axis:x"), ("v5e:2x2*2", "0,4")] {
             assert_eq!(parts(&[slice, "all_reduce", "--group", group]).unwrap(), None);
         }
-        let half = parts(&["v5e:2x2*2", "all_reduce", "--group", "0,1,4,5/2,3,6,7", "--bytes", "64K"]).unwrap().unwrap();
+        let half =
+            parts(&["v5e:2x2*2", "all_reduce", "--group", "0,1,4,5/2,3,6,7", "--bytes", "64K"]).unwrap().unwrap();
         assert_eq!(half[1], (false, Op::AllReduce, 32 << 10));
     }
 }

@@ -1,6 +1,6 @@
 //! From ranks that are all there to a running program, and back.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, atomic::Ordering::Relaxed};
 
 use parking_lot::Mutex;
 use podring_collective::{Collective, Keep, Kind, Part, Reduction};
@@ -241,7 +241,12 @@ impl Arrival {
     }
 
     /// A part's argument, and if it is the caller's own memory, when the plugin is done with that.
-    fn bring(&self, machine: &Machine, index: usize, part: &Part) -> Result<Option<(Buffer, Option<Event>)>, PjrtError> {
+    fn bring(
+        &self,
+        machine: &Machine,
+        index: usize,
+        part: &Part,
+    ) -> Result<Option<(Buffer, Option<Event>)>, PjrtError> {
         let (key, kind) = (&self.wish.key, self.collective.kind);
         let Some(shape) = self.wish.data_shape(index) else { return Ok(None) };
         let device = machine.client().devices()[self.device as usize];
@@ -256,6 +261,7 @@ impl Arrival {
             // nothing reads or writes them.
             let lent = unsafe { stage::lend(machine.client(), &device, shape, view(&given), view(&taken)) }?;
             if let Some((buffer, event)) = lent {
+                machine.lent.fetch_add(1, Relaxed);
                 return Ok(Some((buffer, Some(event))));
             }
         }

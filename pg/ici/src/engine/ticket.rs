@@ -461,6 +461,9 @@ impl Ticket {
         let group = inner.home.as_ref().and_then(|(_, group)| group.upgrade());
         let failure = outcome.err().map(|error| Arc::new(task.failed("running", error)));
         let landed = failure.is_some() || task.landed(&inner.outputs);
+        if let (true, None, Some((machine, _))) = (landed, &failure, &inner.home) {
+            machine.landed.fetch_add(1, SeqCst);
+        }
         // What was donated is the result's by now.
         if landed {
             inner.outputs.clear();
