@@ -254,12 +254,26 @@ impl Arrival {
         // Where devices are this process's CPUs, large tensors that lie as the program has them are lent. Packed copies of
         // strided ones (`after`) are not worth it.
         if machine.on_host() && self.after.is_none() && shape.bytes > AT_ONCE {
-            let in_place = key.in_place(machine.target);
-            let taken = in_place.then(|| takes(kind, self.me, part, &key.op, key.parts[index].elements)).flatten();
+            let client = machine.client();
             // SAFETY: the caller of the collective leaves its tensors alone until the operation has ended. A launched
             // one whose memory is lent doesn't end before the event of each argument has happened; before the launch
-            // nothing reads or writes them.
-            let lent = unsafe { stage::lend(machine.client(), &device, shape, view(&given), view(&taken)) }?;
+            // nothing reads or writes them. No other argument is in a result's memory: inputs are lent only where
+            // results are copied, and a part's input is moved only if there is no other part that might read there.
+            let lent = unsafe {
+                if key.in_place(machine.target) {
+                    let taken = takes(kind, self.me, part, &key.op, key.parts[index].elements);
+                    let moves = self.collective.parts.len() == 1;
+                    match view(&taken) {
+                        Some(taken) => stage::lend_result(client, &device, shape, view(&given), taken, moves)?,
+                        None => None,
+                    }
+                } else {
+                    match view(&given) {
+                        Some(given) => stage::lend_input(client, &device, shape, given)?,
+                        None => None,
+                    }
+                }
+            };
             if let Some((buffer, event)) = lent {
                 machine.lent.fetch_add(1, Relaxed);
                 return Ok(Some((buffer, Some(event))));

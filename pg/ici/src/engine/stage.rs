@@ -160,41 +160,48 @@ unsafe fn lay_out(blocks: &[Block], lay: Lay, laid: *mut u8) {
     }
 }
 
-/// Lends a rank's own memory to a device as an argument: what it gives (copied to where its result is to be, if it
-/// doesn't lie there), or else what it takes. None where it has to be copied.
+/// Lends a rank's own memory to a device as an argument, where an operation runs in place: the memory where the result is
+/// to be. What is given is copied there if it lies elsewhere, and `moves` allows it. None where it can't be lent.
 ///
 /// # Safety
 /// What is given is readable, what is taken writable, by this thread alone now and by nobody else until the event has
 /// happened.
-pub(super) unsafe fn lend(
+pub(super) unsafe fn lend_result(
     client: &Client,
     device: &Device,
     shape: &Shape,
     given: Option<(&[Block], Lay)>,
-    taken: Option<(&[Block], Lay)>,
+    taken: (&[Block], Lay),
+    moves: bool,
 ) -> Result<Option<(Buffer, Event)>, PjrtError> {
-    let place = taken.and_then(|(blocks, lay)| lendable(blocks, lay, shape.bytes));
-    let (memory, donated) = match (place, given) {
-        (Some(place), Some((blocks, lay))) => {
-            if lies(blocks, lay, shape.bytes) != Some(place) {
-                fit(blocks, lay, shape.bytes)?;
-                if !apart(blocks, place, shape.bytes) {
-                    return Ok(None);
-                }
-                // SAFETY: readable and writable by the caller's promise, of this size, and apart.
-                unsafe { lay_out(blocks, lay, place) };
-            }
-            (place, true)
+    let Some(place) = lendable(taken.0, taken.1, shape.bytes) else { return Ok(None) };
+    if let Some((blocks, lay)) = given
+        && lies(blocks, lay, shape.bytes) != Some(place)
+    {
+        fit(blocks, lay, shape.bytes)?;
+        if !moves || !apart(blocks, place, shape.bytes) {
+            return Ok(None);
         }
-        (Some(place), None) => (place, true),
-        (None, Some((blocks, lay))) => match lendable(blocks, lay, shape.bytes) {
-            Some(data) => (data, false),
-            None => return Ok(None),
-        },
-        (None, None) => return Ok(None),
-    };
+        // SAFETY: readable and writable by the caller's promise, of this size, and apart.
+        unsafe { lay_out(blocks, lay, place) };
+    }
     // SAFETY: aligned, as many bytes as the shape has, and left alone by the caller's promise.
-    unsafe { client.lend(memory, donated, shape.element, &shape.dims, device) }.map(Some)
+    unsafe { client.lend(place, true, shape.element, &shape.dims, device) }.map(Some)
+}
+
+/// Lends what a rank gives to a device, for reading. None where it has to be copied.
+///
+/// # Safety
+/// What is given is readable, and stays as it is until the event has happened.
+pub(super) unsafe fn lend_input(
+    client: &Client,
+    device: &Device,
+    shape: &Shape,
+    given: (&[Block], Lay),
+) -> Result<Option<(Buffer, Event)>, PjrtError> {
+    let Some(data) = lendable(given.0, given.1, shape.bytes) else { return Ok(None) };
+    // SAFETY: aligned, as many bytes as the shape has, and left alone by the caller's promise.
+    unsafe { client.lend(data, false, shape.element, &shape.dims, device) }.map(Some)
 }
 
 /// Copies a computed buffer's blocks to memory; `on_host` if the devices' memory is this process's.
