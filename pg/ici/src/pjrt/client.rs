@@ -175,14 +175,14 @@ impl Client {
                 got: format!("{device:?}"),
             });
         }
-        let (buffer, done) = self.from_host(data.as_ptr(), element, dims, device, sys::ONLY_DURING_CALL)?;
+        let (buffer, done) = self.host_buffer(data.as_ptr(), element, dims, device, sys::ONLY_DURING_CALL)?;
         // With these semantics it is complete already; awaited all the same, so that an error isn't lost.
         done.wait()?;
         Ok(buffer)
     }
 
     /// The memory holds as many elements, and stays as these semantics want it.
-    fn from_host(
+    fn host_buffer(
         &self,
         data: *const u8,
         element: Element,
@@ -221,7 +221,7 @@ impl Client {
         device: &Device,
     ) -> Result<(Buffer, Event), PjrtError> {
         let semantics = if donated { sys::MUTABLE_ZERO_COPY } else { sys::IMMUTABLE_ZERO_COPY };
-        self.from_host(memory, element, dims, device, semantics)
+        self.host_buffer(memory, element, dims, device, semantics)
     }
 }
 
