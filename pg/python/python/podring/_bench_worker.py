@@ -30,11 +30,11 @@ from podring import _bench_pattern as pattern
 Run = Callable[[], object]
 
 # A batch is long enough that neither the clock nor what comes before it shows in its average: the ranks' meeting, and
-# caches that the other backend has left cold (the first call of a batch takes up to three times as long as the tenth).
+# what the other backend has left behind. With more ranks than cores that is caches and the scheduler's accounts: the
+# first twenty calls of a batch, some 5 ms, take up to three times as long as the rest.
 # All backends run the same number of iterations per batch.
-FASTEST_BATCH_NS = 5_000_000
-SLOWEST_BATCH_NS = 20_000_000
-MAX_BATCH = 50
+FASTEST_BATCH_NS = 20_000_000
+MAX_BATCH = 200
 MIN_ROUNDS = 5
 MAX_ROUNDS = 201
 WARMUP_NS = 50_000_000
@@ -258,10 +258,9 @@ def measure(case: Case, runs: list[Run], plan: dict[str, Any], board: Board, ali
         if warmup is None:
             first = batch(board, run, 1) // 8
             warmup = max(1, min(MAX_WARMUP, WARMUP_NS // max(first, 1)))
-        estimates.append(max(batch(board, run, warmup) // 8, 1) if warmup else SLOWEST_BATCH_NS)
+        estimates.append(max(batch(board, run, warmup) // 8, 1) if warmup else FASTEST_BATCH_NS)
     iters: int | None = plan["iters"]
-    fitting = max(FASTEST_BATCH_NS // min(estimates), SLOWEST_BATCH_NS // max(estimates))
-    size = max(1, min(MAX_BATCH, iters or MAX_BATCH, fitting))
+    size = max(1, min(MAX_BATCH, iters or MAX_BATCH, FASTEST_BATCH_NS // min(estimates)))
     if iters is None:
         rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(plan["seconds"] * 1e9) // (size * sum(estimates))))
     else:
