@@ -167,7 +167,10 @@ mod tests {
         args: Args,
     }
 
-    fn parts(words: &[&str]) -> Result<Option<Vec<(bool, Op, u64)>>, CompileError> {
+    /// Inside a slice or not, what, of how many bytes.
+    type Seen = Vec<(bool, Op, u64)>;
+
+    fn parts(words: &[&str]) -> Result<Option<Seen>, CompileError> {
         let line = Line::parse_from(["compile"].iter().chain(words));
         let part = |part: &Part| match part {
             Part::Inside(args, job) => (true, job.op, args.bytes),

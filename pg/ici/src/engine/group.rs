@@ -14,9 +14,10 @@ use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use super::{
+    arrival::Arrival,
     failure::{Called, Failure},
     key,
-    launch::{Arrangement, Arrival},
+    launch::Arrangement,
     machine::Machine,
     ticket::{Free, Runner, Ticket, now},
 };

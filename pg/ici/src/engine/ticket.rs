@@ -25,6 +25,9 @@ const FAILED: u32 = 4;
 /// As [`COMPUTED`], but the operation's memory was lent to the device: it can't be ended from elsewhere.
 const RETURNED: u32 = 5;
 
+/// In [`Ticket::left`]: it is not known yet.
+const UNKNOWN: usize = usize::MAX / 2;
+
 /// How long a waiter looks before it sleeps.
 const YIELD: Duration = Duration::from_micros(50);
 /// The longest sleep, so that interrupts are noticed.
@@ -104,6 +107,9 @@ pub struct Ticket {
     timeout_ms: AtomicU64,
     /// Threads inside [`Ticket::wait`].
     waiters: AtomicUsize,
+    /// What the end of an operation that has lent its memory waits for: the plugin's word for each argument, and the device
+    /// with every result in place. [`UNKNOWN`] more until that is known, and if the plugin gives no word.
+    left: AtomicUsize,
     inner: Mutex<Inner>,
     change: Condvar,
     /// For the plugin's errors; set once.
@@ -122,6 +128,7 @@ impl Default for Ticket {
             source: AtomicI32::new(-1),
             timeout_ms: AtomicU64::new(0),
             waiters: AtomicUsize::new(0),
+            left: AtomicUsize::new(0),
             inner: Mutex::default(),
             change: Condvar::new(),
             plugin: OnceLock::new(),
@@ -175,6 +182,7 @@ impl Ticket {
         *self.key.get_mut() = KEYS.fetch_add(1, SeqCst);
         *self.source.get_mut() = -1;
         *self.timeout_ms.get_mut() = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
+        *self.left.get_mut() = UNKNOWN;
         let inner = self.inner.get_mut();
         inner.failure = None;
         inner.callbacks.clear();
@@ -452,8 +460,28 @@ impl Ticket {
 }
 
 impl Ticket {
+    /// As many arguments are the caller's memory; `watched` if the plugin will tell of each when it is done with it.
+    pub(super) fn lends(&self, arguments: usize, watched: bool) {
+        // Some may be done already.
+        let unknown = if watched { UNKNOWN } else { 0 };
+        self.left.fetch_add(arguments + 1, SeqCst);
+        self.less(unknown);
+    }
+
+    /// So much less is left; nothing ends the operation.
+    fn less(&self, by: usize) {
+        if self.left.fetch_sub(by, SeqCst) == by && by > 0 {
+            let (failure, group) = {
+                let inner = self.inner.lock();
+                let failure = inner.task.as_ref().and_then(|task| task.failure.clone());
+                (failure, inner.home.as_ref().and_then(|(_, group)| group.upgrade()))
+            };
+            self.end_held(failure.or_else(|| group.and_then(|group| group.failure())));
+        }
+    }
+
     /// The device is done with an operation that has lent it the caller's memory. On a thread of the plugin's, which
-    /// mustn't wait for the plugin: if anything is left to do, another does it.
+    /// mustn't wait for the plugin: if results are to be copied, or the plugin will not tell, another thread does it.
     fn returned(&self, outcome: Result<(), PjrtError>) {
         let mut guard = self.inner.lock();
         let inner = &mut *guard;
@@ -464,18 +492,17 @@ impl Ticket {
         if let (true, None, Some((machine, _))) = (landed, &failure, &inner.home) {
             machine.landed.fetch_add(1, SeqCst);
         }
-        // What was donated is the result's by now.
-        if landed {
-            inner.outputs.clear();
-        }
-        let over = task.arrival.let_go() && landed;
         task.failure = failure.clone();
+        // What was donated is the results' by now. Dropped outside the lock: that may release the memory at once.
+        let inputs = std::mem::take(&mut task.arrival.inputs);
+        let outputs = if landed { std::mem::take(&mut inner.outputs) } else { SmallVec::new() };
         drop(guard);
+        drop((inputs, outputs));
         if let (Some(failure), Some(group)) = (&failure, &group) {
             group.fail(failure.clone());
         }
-        if over {
-            self.end_held(failure.or_else(|| group.and_then(|group| group.failure())));
+        if landed && self.left.load(SeqCst) < UNKNOWN {
+            self.less(1);
             return;
         }
         self.state.store(RETURNED, SeqCst);
@@ -493,6 +520,13 @@ pub(super) const CHORES: &str = "podring-ici";
 impl OnReady for Ticket {
     fn plugin(&self) -> Option<&Arc<Plugin>> {
         self.plugin.get()
+    }
+
+    fn released(&self, outcome: Result<(), PjrtError>) {
+        if let Err(error) = outcome {
+            tracing::warn!(%error, "memory that was lent to a device");
+        }
+        self.less(1);
     }
 
     fn ready(&self, outcome: Result<(), PjrtError>) {

@@ -390,13 +390,26 @@ impl Event {
     /// Calls `target` once when it has happened: at once on this thread, or later on one of the plugin's, which must not be
     /// kept. An event that can't be subscribed to is an error; then nothing is called.
     pub fn on_ready<T: OnReady>(&self, target: Arc<T>) -> Result<(), PjrtError> {
+        self.tell::<T, false>(target)
+    }
+
+    /// As [`Event::on_ready`], but calls [`OnReady::released`].
+    pub fn on_released<T: OnReady>(&self, target: Arc<T>) -> Result<(), PjrtError> {
+        self.tell::<T, true>(target)
+    }
+
+    fn tell<T: OnReady, const RELEASED: bool>(&self, target: Arc<T>) -> Result<(), PjrtError> {
         if self.raw.is_null() {
-            target.ready(Ok(()));
+            if RELEASED {
+                target.released(Ok(()));
+            } else {
+                target.ready(Ok(()));
+            }
             return Ok(());
         }
         let user_arg = Arc::into_raw(target).cast_mut().cast::<c_void>();
-        let mut args =
-            sys::EventOnReady { event: self.raw, callback: Some(trampoline::<T>), user_arg, ..Default::default() };
+        let callback = Some(trampoline::<T, RELEASED> as sys::EventCallback);
+        let mut args = sys::EventOnReady { event: self.raw, callback, user_arg, ..Default::default() };
         let outcome = self.plugin.call(&mut args);
         if outcome.is_err() {
             // SAFETY: the plugin refused: it will not call, so that the reference is still ours.
@@ -420,9 +433,13 @@ pub trait OnReady: Send + Sync + 'static {
     fn plugin(&self) -> Option<&Arc<Plugin>>;
     /// It has happened, well or not. Runs on a thread of the plugin's: must be quick.
     fn ready(&self, outcome: Result<(), PjrtError>);
+    /// As [`OnReady::ready`], for events of another kind: memory is no longer used.
+    fn released(&self, outcome: Result<(), PjrtError>) {
+        drop(outcome);
+    }
 }
 
-unsafe extern "C" fn trampoline<T: OnReady>(error: Opaque, user_arg: Opaque) {
+unsafe extern "C" fn trampoline<T: OnReady, const RELEASED: bool>(error: Opaque, user_arg: Opaque) {
     // SAFETY: made by `on_ready` from an Arc<T>; a plugin calls once.
     let target = unsafe { Arc::from_raw(user_arg.cast_const().cast::<T>()) };
     // A panic must not reach the plugin's frames.
@@ -436,7 +453,7 @@ unsafe extern "C" fn trampoline<T: OnReady>(error: Opaque, user_arg: Opaque) {
                 got: "none".to_owned(),
             }),
         };
-        target.ready(outcome);
+        if RELEASED { target.released(outcome) } else { target.ready(outcome) }
     }));
     if told.is_err() {
         tracing::error!("a panic while an execution's end was told");
