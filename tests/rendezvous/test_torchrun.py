@@ -61,7 +61,7 @@ class Job:
             os.environ.update(env)
             if program:
                 os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command])
-            config, _, arguments = torchrun.config_from_args(torchrun.parse_args(command))
+            config, _python, arguments = torchrun.config_from_args(torchrun.parse_args(command))
             config.start_method = "fork"
             launcher.elastic_launch(config, _worker)(harness.PROGRAMS / "elastic.py", *arguments[-2:])
 
