@@ -66,6 +66,31 @@ fn uneven_exchanges_compile_as_quickly() {
     let report = report(&["v5e:4x4", "all_to_all", "--uneven", "--bytes", "64M", "--json"]);
     assert!(report["peak_rss_mib"].as_u64().unwrap() <= 400, "{report}");
     assert_eq!(report["collectives"], serde_json::json!(["all-to-all"]));
+    // One block after another in the text would be 2.5 MiB.
+    assert!(report["code_bytes"].as_u64().unwrap() < 1 << 20, "{report}");
+}
+
+#[test]
+fn across_slices_all_parts_are_reported() {
+    if missing() {
+        return;
+    }
+    let whole = report(&["v5e:2x2*2", "all_reduce", "--bytes", "1M", "--json"]);
+    assert_eq!((whole["plan"].as_str(), whole["ranks"].as_u64()), (Some("across slices"), Some(8)), "{whole}");
+    let parts = whole["parts"].as_array().unwrap();
+    let what: Vec<_> =
+        parts.iter().map(|part| (part["where"].as_str().unwrap(), part["op"].as_str().unwrap())).collect();
+    let inside = "inside each slice";
+    assert_eq!(what, [(inside, "reduce_scatter"), ("between slices", "all_reduce"), (inside, "all_gather")]);
+    assert_eq!(whole["collectives"], serde_json::json!(["reduce-scatter", "all-gather"]));
+    assert_eq!(parts[1]["bytes"], 256 << 10);
+    let sum = |name: &str| parts.iter().filter_map(|part| part[name].as_f64()).sum::<f64>();
+    for name in ["predicted_us", "hlo_ops", "code_bytes", "compile_s"] {
+        assert!((whole[name].as_f64().unwrap() - sum(name)).abs() < 0.2 && sum(name) > 0.0, "{name}: {whole}");
+    }
+    // As many bytes as in one slice, and the way between them.
+    let alone = report(&["v5e:2x2", "all_reduce", "--bytes", "1M", "--json"]);
+    assert!(whole["predicted_us"].as_f64() > alone["predicted_us"].as_f64(), "{whole} {alone}");
 }
 
 #[test]

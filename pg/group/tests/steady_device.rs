@@ -6,7 +6,7 @@
 mod counting;
 
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
@@ -17,6 +17,9 @@ use podring_group::{Config, HubConfig, MemoryStore, ProcessGroup, Runtime};
 use podring_ici::engine::{Machine, Options};
 use podring_ici::pjrt::{Client, Element, Plugin, Value, Want, find};
 use smallvec::SmallVec;
+
+/// The watchdog, which looks twice a second, allocates a little in a stretch.
+const ENOUGH: u64 = 40;
 
 #[test]
 fn nothing_is_allocated_per_collective() {
@@ -34,10 +37,11 @@ fn nothing_is_allocated_per_collective() {
     let client = Client::create(&plugin, &[("cpu_device_count", Value::Int(2))]).unwrap();
     let machine = Machine::start(client, Options::default()).unwrap();
     let store = MemoryStore::default();
-    let together = Barrier::new(2);
+    // The fewest allocations of a stretch, as rank 0 counts them.
+    let (together, fewest) = (Barrier::new(2), AtomicU64::new(u64::MAX));
     std::thread::scope(|scope| {
         for rank in 0..2 {
-            let (store, together, machine) = (store.clone(), &together, machine.clone());
+            let (store, together, fewest, machine) = (store.clone(), &together, &fewest, machine.clone());
             scope.spawn(move || {
                 let devices = Devices { machine: machine.clone(), slices: 1, slice: 0 };
                 let runtime = Runtime::start_on(HubConfig::default(), Some(devices)).unwrap();
@@ -68,18 +72,24 @@ fn nothing_is_allocated_per_collective() {
                         buffer = work.take_outputs().pop();
                     }
                 };
-                let mut fewest = u64::MAX;
                 for _ in 0..6 {
                     together.wait();
                     let before = ALLOCATIONS.load(Ordering::SeqCst);
                     together.wait();
                     round(200);
                     together.wait();
-                    fewest = fewest.min(ALLOCATIONS.load(Ordering::SeqCst) - before);
+                    if rank == 0 {
+                        fewest.fetch_min(ALLOCATIONS.load(Ordering::SeqCst) - before, Ordering::SeqCst);
+                    }
                     together.wait();
+                    // One such stretch is enough.
+                    if fewest.load(Ordering::SeqCst) < ENOUGH {
+                        break;
+                    }
                 }
-                // The watchdog, which looks twice a second, allocates a little; one per collective would be 400.
-                assert!(fewest < 40, "{fewest} allocations in 400 collectives");
+                let fewest = fewest.load(Ordering::SeqCst);
+                // One per collective would be 400.
+                assert!(fewest < ENOUGH, "{fewest} allocations in 400 collectives");
                 group.shutdown();
                 runtime.stop();
             });

@@ -54,8 +54,11 @@ pub(crate) enum Error {
 struct Row {
     bytes: u64,
     devices: u32,
-    /// "device": buffers stay on the devices. "host": tensors are copied there and back.
+    /// "device": buffers stay on the devices. "host": tensors in memory, lent or copied there and back.
     tensors: &'static str,
+    /// From a rank's call to its arrival, its inputs on its device; the slowest rank. In the rank's own thread: nobody
+    /// waits for it but who would wait for that rank.
+    stage_us: f64,
     /// From the first rank's arrival to the last's.
     gather_us: f64,
     /// From the last rank's arrival to PJRT's execute.
@@ -75,6 +78,16 @@ struct Row {
 /// What one rank saw of one operation.
 type Seen = (Times, u64);
 
+/// What PyTorch aligns tensors in host memory to.
+const ALIGNMENT: usize = 64;
+
+/// As many zeros, from an aligned address on; with where they start.
+fn zeros(count: usize) -> (Vec<f32>, usize) {
+    let data = vec![0.0f32; count + ALIGNMENT / 4];
+    let start = data.as_ptr().align_offset(ALIGNMENT);
+    (data, start)
+}
+
 fn sum(data: &mut [f32]) -> Collective {
     let tensor = Tensor { data: data.as_mut_ptr().cast(), layout: Layout::flat(data.len()) };
     let both = Blocks::whole(tensor);
@@ -92,7 +105,7 @@ fn rank(
     start: &Barrier,
 ) -> Result<Vec<Seen>, Error> {
     let count = bytes.div_ceil(4).max(1) as usize;
-    let mut data = vec![0.0f32; count];
+    let (mut data, first) = zeros(count);
     // The program's own layout: whole tiles of 8 × 128 elements, in size classes.
     let rows = podring_ici::program::layout::class_rows(count, 4);
     let dims = [1, rows as i64, 128];
@@ -104,7 +117,7 @@ fn rank(
     let mut seen = Vec::with_capacity(iters as usize);
     for round in 0..iters + iters / 5 {
         start.wait();
-        let mut call = DeviceCall { donate: true, ..DeviceCall::staged(sum(&mut data)) };
+        let mut call = DeviceCall { donate: true, ..DeviceCall::staged(sum(&mut data[first..first + count])) };
         call.inputs = buffer.take().map(|buffer| SmallVec::from_iter([buffer]));
         let work = group.post_device(call)?;
         work.wait(Some(LIMIT), || false)?;
@@ -139,6 +152,7 @@ fn row(bytes: u64, tensors: &'static str, ranks: &[Vec<Seen>]) -> Row {
         bytes,
         devices: ranks.len() as u32,
         tensors,
+        stage_us: each(&|seen| seen.iter().map(|one| us(one.0.called, one.0.arrived)).fold(0.0, f64::max)),
         gather_us: each(&|seen| us(seen.iter().map(|one| one.0.arrived).min().unwrap_or(0), last(seen))),
         to_execute_us: each(&to_execute),
         execute_us: each(&|seen| us(seen[0].0.launched, seen[0].0.returned)),
@@ -186,15 +200,18 @@ pub(super) fn run(args: &Args) -> Result<i32, Error> {
     let machine = Machine::start(client, Options::default())?;
     let to_stdout = args.json.as_deref() == Some(Path::new("-"));
     let say = |line: &str| if to_stdout { terminal::err(line) } else { terminal::out(line) };
-    say("      bytes  tensors   gather  to execute  execute      run  to done     ours  to return  (medians, µs)");
+    say(
+        "      bytes  tensors    stage   gather  to execute  execute      run  to done     ours  to return  (medians, µs)",
+    );
     let mut rows = Vec::new();
     for bytes in args.sizes.iter().flat_map(|sizes| &sizes.0) {
         for on_device in [true, false] {
             let row = measure(args, &machine, *bytes, on_device)?;
             say(&format!(
-                "{:>11}  {:7} {:8.1} {:11.1} {:8.1} {:8.1} {:8.1} {:8.1} {:10.1}",
+                "{:>11}  {:7} {:8.1} {:8.1} {:11.1} {:8.1} {:8.1} {:8.1} {:8.1} {:10.1}",
                 size::display(row.bytes),
                 row.tensors,
+                row.stage_us,
                 row.gather_us,
                 row.to_execute_us,
                 row.execute_us,
@@ -224,6 +241,7 @@ mod tests {
     #[test]
     fn rows_are_medians_over_operations() {
         let times = |arrived, launched, computed, done| Times {
+            called: arrived - 500,
             arrived,
             gathered: launched,
             launched,
@@ -234,6 +252,7 @@ mod tests {
         let first = vec![(times(1_000, 9_000, 20_000, 21_000), 22_000); 3];
         let second = vec![(times(7_000, 9_000, 30_000, 34_000), 35_000); 3];
         let row = row(8, "device", &[first, second]);
+        assert_eq!(row.stage_us, 0.5);
         assert_eq!((row.gather_us, row.to_execute_us, row.execute_us), (6.0, 2.0, 5.0));
         assert_eq!((row.run_us, row.to_done_us, row.ours_us, row.to_return_us), (21.0, 4.0, 6.0, 1.0));
     }

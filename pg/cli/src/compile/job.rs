@@ -77,15 +77,12 @@ fn launch(how: How, why: &'static str) -> Result<(&'static str, Launch), Compile
         How::Whole(launch) => Ok(("whole", launch)),
         How::Cover { launch, .. } => Ok(("cover", launch)),
         How::Members { launch, .. } => Ok(("members", launch)),
-        How::AcrossSlices { inside: Some(inside), .. } => {
-            let (_, launch) = self::launch(*inside, why)?;
-            Ok(("inside each slice", launch))
-        }
-        How::AcrossSlices { inside: None, .. } | How::Steps(_) | How::Host => Err(CompileError::NoProgram { why }),
+        // Of those with a part inside each slice, that part is a job.
+        How::AcrossSlices { .. } | How::Steps(_) | How::Host => Err(CompileError::NoProgram { why }),
     }
 }
 
-fn groups(slice: &Slice, text: &str) -> Result<Vec<Vec<u32>>, CompileError> {
+pub(super) fn groups(slice: &Slice, text: &str) -> Result<Vec<Vec<u32>>, CompileError> {
     let wrong = || CompileError::Group { got: text.to_owned() };
     if text == "all" {
         return Ok(vec![(0..slice.devices()).collect()]);
@@ -122,6 +119,12 @@ fn lines(slice: &Slice, axis: usize) -> Result<Vec<Vec<u32>>, CompileError> {
         .collect())
 }
 
+/// Groups as `--group` reads them.
+pub(super) fn text(groups: &[Vec<u32>]) -> String {
+    let ranks = |group: &Vec<u32>| group.iter().map(u32::to_string).collect::<Vec<String>>().join(",");
+    groups.iter().map(ranks).collect::<Vec<String>>().join("/")
+}
+
 fn program_op(op: Op, members: u32) -> program::Op {
     match op {
         Op::AllReduce | Op::Reduce => program::Op::AllReduce,
@@ -138,7 +141,7 @@ fn program_op(op: Op, members: u32) -> program::Op {
     }
 }
 
-fn collective(op: Op) -> cost::Collective {
+pub(super) fn collective(op: Op) -> cost::Collective {
     match op {
         Op::AllReduce | Op::Barrier => cost::Collective::AllReduce,
         Op::AllGather => cost::Collective::AllGather,

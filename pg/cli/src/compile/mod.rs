@@ -3,6 +3,7 @@
 //! libtpu runs in a child process: it can take minutes and gigabytes on a program, or end its process. The child is this
 //! very command again, told by an environment variable where to leave its answer.
 
+mod across;
 mod child;
 mod job;
 mod plan;
@@ -17,6 +18,7 @@ use crate::{
     bench::op::{Op, parse_dtype, parse_redop},
     terminal,
 };
+use across::Across;
 use job::Job;
 
 /// Where a child leaves its answer.
@@ -128,12 +130,19 @@ pub(crate) fn run(args: Args) -> Result<i32, CompileError> {
     if let Some(file) = &args.plan {
         return plan::run(&args, file);
     }
-    let job = Job::of(&args)?;
-    if let Some(file) = &args.mlir {
-        std::fs::write(file, &job.program.text)
-            .map_err(|error| CompileError::Io { what: "the StableHLO can't be written", error })?;
-    }
-    let report = child::compile(&args, &job)?;
+    let save = |text: &str| match &args.mlir {
+        Some(file) => std::fs::write(file, text)
+            .map_err(|error| CompileError::Io { what: "the StableHLO can't be written", error }),
+        None => Ok(()),
+    };
+    let report = if let Some(across) = Across::of(&args)? {
+        save(&across.text())?;
+        across.compile(&args)?
+    } else {
+        let job = Job::of(&args)?;
+        save(&job.program.text)?;
+        child::compile(&args, &job)?
+    };
     if args.json {
         terminal::out(&report.to_string());
     } else {
@@ -149,6 +158,14 @@ fn page(report: &Value) -> String {
         let text = match value {
             Value::Null => "-".to_owned(),
             Value::String(text) => text.clone(),
+            Value::Array(items) if name == "parts" => {
+                let what = |name: &str, part: &Value| part[name].as_str().unwrap_or("-").to_owned();
+                let part = |part: &Value| {
+                    let (place, op) = (what("where", part), what("op", part));
+                    format!("{op} of {} bytes {place}: {} µs", part["bytes"], part["predicted_us"])
+                };
+                items.iter().map(part).collect::<Vec<_>>().join(", ")
+            }
             Value::Array(items) => items
                 .iter()
                 .map(|item| item.as_str().map_or(item.to_string(), str::to_owned))

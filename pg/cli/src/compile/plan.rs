@@ -12,7 +12,10 @@ use podring_topology::{
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::{Args, CompileError, child, job::Job};
+use super::{
+    Args, CompileError, child,
+    job::{self, Job},
+};
 use crate::{
     bench::op::{Op, parse_dtype},
     terminal,
@@ -214,12 +217,6 @@ fn compiled(slice: &Slice, op: Op, groups: Vec<Vec<u32>>) -> Result<(Vec<Op>, Ve
     Ok((ops, inside))
 }
 
-/// Groups as `--group` reads them.
-fn text(groups: &[Vec<u32>]) -> String {
-    let ranks = |group: &Vec<u32>| group.iter().map(u32::to_string).collect::<Vec<String>>().join(",");
-    groups.iter().map(ranks).collect::<Vec<String>>().join("/")
-}
-
 /// Compiles what the file asks for; prints a line for each program as soon as it is there.
 pub(super) fn run(args: &Args, file: &Path) -> Result<i32, CompileError> {
     let wrong = |reason: String| CompileError::PlanFile { file: file.display().to_string(), reason };
@@ -246,7 +243,7 @@ pub(super) fn run(args: &Args, file: &Path) -> Result<i32, CompileError> {
         // Each slice runs programs of its own, all alike: the first slice's ranks come first.
         let of_one_slice = slice.devices() / slice.slices();
         groups.retain(|group| group.iter().all(|&rank| rank < of_one_slice));
-        let group = if want.axis.is_none() && groups.len() == 1 { "all".to_owned() } else { text(&groups) };
+        let group = if want.axis.is_none() && groups.len() == 1 { "all".to_owned() } else { job::text(&groups) };
         for op in ops {
             let why = if op == want.op { want.why.clone() } else { format!("{}: {}", want.op.name(), want.why) };
             let one = Args {

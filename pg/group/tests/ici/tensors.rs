@@ -215,6 +215,130 @@ fn a_callback_may_wait_for_a_collective_and_nobody_need_wait() {
     });
 }
 
+/// Memory as PyTorch aligns it; `shift` bytes further for such as isn't.
+struct Aligned(Vec<[u128; 4]>, usize);
+
+impl Aligned {
+    fn new(count: usize, shift: usize) -> Aligned {
+        let lines = vec![[0; 4]; (count * 4 + shift).div_ceil(64) + 1];
+        let start = lines.as_ptr().cast::<u8>().align_offset(64) + shift;
+        Aligned(lines, start)
+    }
+
+    fn tensor(&self, count: usize) -> Tensor {
+        Tensor { data: self.0.as_ptr().cast::<u8>().wrapping_add(self.1).cast_mut(), layout: Layout::flat(count) }
+    }
+
+    fn fill(&mut self, count: usize, value: impl Fn(usize) -> f32) {
+        let data: *mut f32 = self.tensor(count).data.cast();
+        for index in 0..count {
+            // SAFETY: inside the memory, which is borrowed.
+            unsafe { data.add(index).write(value(index)) };
+        }
+    }
+
+    fn is(&self, count: usize, value: impl Fn(usize) -> f32) -> bool {
+        let data: *const f32 = self.tensor(count).data.cast();
+        // SAFETY: as above.
+        (0..count).all(|index| unsafe { data.add(index).read() } == value(index))
+    }
+}
+
+#[test]
+fn large_tensors_are_lent_to_devices_and_results_land_in_them() {
+    let Some(machine) = machine(2) else { return };
+    // A size class of its own, and one that is padded; the second is too small to be worth it.
+    for (count, lends) in [(256 << 10, true), ((256 << 10) + 1, false), (1 << 10, false)] {
+        for shift in [0, 4] {
+            // Rank 1's memory is as it should be.
+            let before = machine.lent();
+            world(&machine, LONG, |group| {
+                let me = group.rank();
+                let shift = if me == 0 { shift } else { 0 };
+                let value = |rank: u32, index: usize| (index % 1000) as f32 * (rank + 1) as f32;
+                let sum = |index: usize| value(0, index) + value(1, index);
+                let (mut a, mut b) = (Aligned::new(2 * count, shift), Aligned::new(2 * count, shift));
+                let whole = |data: &Aligned| Blocks::whole(data.tensor(count));
+                let halves = |data: &Aligned| Blocks::cut(data.tensor(2 * count), &[count; 2]);
+                let reset = |a: &mut Aligned, b: &mut Aligned| {
+                    a.fill(2 * count, |index| value(me, index));
+                    b.fill(2 * count, |_| -1.0);
+                };
+                let run = |kind: Kind, inputs: Blocks, outputs: Blocks| {
+                    let reduction = kind.reduces().then_some(Reduction::Sum);
+                    finish(group, one(kind, DType::F32, reduction, inputs, outputs)).unwrap();
+                };
+                reset(&mut a, &mut b);
+                run(Kind::AllReduce, whole(&a), whole(&a));
+                assert!(a.is(count, sum), "in place");
+                reset(&mut a, &mut b);
+                run(Kind::AllReduce, whole(&a), whole(&b));
+                assert!(b.is(count, sum) && a.is(count, |index| value(me, index)), "out of place");
+                // The output begins in the input's middle.
+                reset(&mut a, &mut b);
+                let middle =
+                    Tensor { data: a.tensor(count).data.wrapping_add(count / 32 * 64), layout: Layout::flat(count) };
+                run(Kind::AllReduce, whole(&a), Blocks::whole(middle));
+                let start = count / 32 * 16;
+                let mixed = |index: usize| if index < start { value(me, index) } else { sum(index - start) };
+                assert!(a.is(start + count, mixed), "overlapping");
+                for root in 0..2 {
+                    reset(&mut a, &mut b);
+                    let to = if me == root { whole(&a) } else { Blocks::none() };
+                    run(Kind::Reduce { root }, whole(&a), to);
+                    assert!(a.is(count, |index| if me == root { sum(index) } else { value(me, index) }), "reduce");
+                    reset(&mut a, &mut b);
+                    run(Kind::Broadcast { root }, whole(&a), whole(&a));
+                    assert!(a.is(count, |index| value(root, index)), "broadcast");
+                }
+                reset(&mut a, &mut b);
+                run(Kind::AllGather, whole(&a), halves(&b));
+                assert!(b.is(2 * count, |index| value((index / count) as u32, index % count)), "all_gather");
+                reset(&mut a, &mut b);
+                run(Kind::ReduceScatter, halves(&a), whole(&b));
+                assert!(b.is(count, |index| sum(me as usize * count + index)), "reduce_scatter");
+                for in_place in [false, true] {
+                    reset(&mut a, &mut b);
+                    run(Kind::AllToAll, halves(&a), halves(if in_place { &a } else { &b }));
+                    let got = |index: usize| value((index / count) as u32, me as usize * count + index % count);
+                    assert!(if in_place { a.is(2 * count, got) } else { b.is(2 * count, got) }, "all_to_all");
+                }
+            });
+            let after = machine.lent();
+            // Of each rank: all_reduce and all_to_all twice, its own reduce, two broadcasts, which land; the inputs of
+            // all_gather and reduce_scatter. A rank that can't lend where a broadcast's root can lets none land.
+            let expected = match (lends, shift) {
+                (true, 0) => (2 * 9, 2 * 7),
+                (true, _) => (9, 6),
+                (false, _) => (0, 0),
+            };
+            assert_eq!((after.0 - before.0, after.1 - before.1), expected, "{count} {shift}");
+        }
+    }
+}
+
+/// Groups of other sizes than powers of two, with blocks that go one by one.
+#[test]
+fn large_blocks_find_every_root() {
+    let Some(machine) = machine(5) else { return };
+    world(&machine, LONG, |group| {
+        let (me, count) = (group.rank(), 90_000);
+        for root in 0..5 {
+            let value = |from: u32, to: u32| (from * 8 + to + root) as i32;
+            let mut mine = vec![value(me, root); count];
+            let mut all = vec![-1; if me == root { 5 * count } else { 0 }];
+            let to = if me == root { Blocks::cut(tensor(&mut all), &[count; 5]) } else { Blocks::none() };
+            finish(group, one(Kind::Gather { root }, DType::I32, None, Blocks::whole(tensor(&mut mine)), to)).unwrap();
+            assert!(all.iter().enumerate().all(|(index, got)| *got == value((index / count) as u32, root)), "{root}");
+            all.iter_mut().enumerate().for_each(|(index, block)| *block = value(root, (index / count) as u32));
+            let from = if me == root { Blocks::cut(tensor(&mut all), &[count; 5]) } else { Blocks::none() };
+            finish(group, one(Kind::Scatter { root }, DType::I32, None, from, Blocks::whole(tensor(&mut mine))))
+                .unwrap();
+            assert!(mine.iter().all(|got| *got == value(root, me)), "{root}");
+        }
+    });
+}
+
 /// On a square slice a large reduce_scatter goes along one axis after the other, and the last blocks go home.
 #[test]
 fn a_square_slice_scatters_in_steps() {

@@ -14,9 +14,10 @@ use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use super::{
+    arrival::Arrival,
     failure::{Called, Failure},
     key,
-    launch::{Arrangement, Arrival},
+    launch::Arrangement,
     machine::Machine,
     ticket::{Free, Runner, Ticket, now},
 };
@@ -404,6 +405,7 @@ impl Member {
     /// Starts an operation; waits for nobody. The last to come launches.
     pub fn post(&self, call: Call) -> Arc<Ticket> {
         let ticket = self.ticket(call.seq, call.timeout);
+        ticket.stamp(|times| times.called = now());
         let deadline = deadline(call.timeout);
         let outcome = self.arrive(call, &ticket, deadline);
         if let Err(failure) = outcome {
@@ -449,8 +451,10 @@ impl Member {
         if let Err(failure) = outcome {
             group.fail(failure.clone());
             let failure = group.failure().unwrap_or(failure);
-            for arrival in meeting.arrivals.iter_mut().filter_map(Option::take) {
+            for mut arrival in meeting.arrivals.iter_mut().filter_map(Option::take) {
                 let held = arrival.ticket.clone();
+                // A launch that failed on one device may have begun on others.
+                arrival.take_back();
                 // The memory's keeper first, then the news.
                 drop(arrival);
                 held.end_held(Some(failure.clone()));

@@ -221,7 +221,17 @@ impl Key {
             groups: groups.clone(),
             backend: target.backend,
             exact: target.exact,
-            donate: matches!(self.op, Op::AllReduce | Op::AllToAll),
+            donate: self.in_place(target),
+        }
+    }
+
+    /// Whether results are of the arguments' shapes, and may be left in their memory. A broadcast's too on CPUs, where
+    /// ranks may lend theirs; elsewhere it would only need more buffers, for those that give nothing.
+    pub fn in_place(&self, target: Target) -> bool {
+        match self.op {
+            Op::AllReduce | Op::AllToAll => true,
+            Op::Broadcast => target.backend == Backend::Cpu,
+            _ => false,
         }
     }
 }

@@ -3,26 +3,29 @@
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
-use podring_collective::{Collective, Keep, Kind, Part, Reduction};
+use podring_collective::{Collective, Kind, Part, Reduction};
 use podring_topology::Slice;
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use super::{
+    arrival::{AT_ONCE, Arrival},
     constants::Constants,
     failure::{Called, Failure},
-    group::{Call, Group, Meeting, OpenError},
+    group::{Group, Meeting, OpenError},
     key::{self, Key, Target},
     machine::Machine,
-    stage::{self, Block, Lay, Shape, blocks},
+    stage::{self, Shape},
     ticket::{Ticket, now},
 };
 use crate::{
     cache::{Cache, Shared},
     pjrt::{Buffer, Client, Element, Event, Loaded, PjrtError},
-    program::{self, Groups, Op, Program, ProgramError, Role, layout::LANES, layout::TILE, layout::class_rows},
+    program::{self, Groups, Program, ProgramError, Role, layout::TILE},
     slice::{Callers, How, plan},
 };
+
+pub(super) use super::arrival::{gives, takes};
 
 /// The devices of a program, and the programs on them.
 pub(super) struct Arrangement {
@@ -46,7 +49,7 @@ pub(super) struct Prepared {
 }
 
 impl Prepared {
-    fn data_shape(&self, part: usize) -> Option<&Shape> {
+    pub fn data_shape(&self, part: usize) -> Option<&Shape> {
         let place = self.program.inputs.iter().position(|port| port.role == Role::Data(part))?;
         self.inputs.get(place)
     }
@@ -113,135 +116,8 @@ impl Arrangement {
     }
 }
 
-/// One member's call, its inputs on its device.
-pub(super) struct Arrival {
-    pub ticket: Arc<Ticket>,
-    pub collective: Collective,
-    pub keep: Option<Keep>,
-    pub fingerprint: u64,
-    after: Option<Box<dyn FnOnce() + Send>>,
-    /// The member.
-    me: u32,
-    /// Its device, as the client's index.
-    device: u32,
-    wish: Arc<Prepared>,
-    /// One per part; none where this member has nothing to give.
-    inputs: SmallVec<[Option<Buffer>; 1]>,
-    /// The inputs came from the caller, and results stay on the device.
-    on_device: bool,
-    donate: bool,
-}
-
-/// What this member puts in, and how it lies.
-pub(super) fn gives(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<(SmallVec<[Block; 8]>, Lay)> {
-    let width = part.dtype.size();
-    let lay = match op {
-        Op::ReduceScatter => Lay::Slots(class_rows(elements, width) * LANES * width),
-        Op::AllToAll | Op::Scatter { .. } => Lay::Slots(elements),
-        Op::AllToAllUneven { .. } => Lay::Aligned(TILE),
-        _ => Lay::Packed,
-    };
-    match kind {
-        Kind::Broadcast { root } | Kind::Scatter { root } if root != me => None,
-        Kind::Recv { .. } | Kind::Barrier => None,
-        _ => Some((blocks(&part.inputs, width), lay)),
-    }
-}
-
-/// What this member takes out, and how it lies.
-pub(super) fn takes(kind: Kind, me: u32, part: &Part, op: &Op, elements: usize) -> Option<(SmallVec<[Block; 8]>, Lay)> {
-    let lay = match op {
-        Op::AllGather | Op::AllToAll | Op::Gather { .. } => Lay::Slots(elements),
-        Op::AllToAllUneven { .. } => Lay::Aligned(TILE),
-        _ => Lay::Packed,
-    };
-    match kind {
-        Kind::Reduce { root } | Kind::Gather { root } if root != me => None,
-        Kind::Send { .. } | Kind::Barrier => None,
-        _ => Some((blocks(&part.outputs, part.dtype.size()), lay)),
-    }
-}
-
-impl Arrival {
-    pub fn new(
-        group: &Arc<Group>,
-        arrangement: &Arc<Arrangement>,
-        me: u32,
-        call: Call,
-        ticket: Arc<Ticket>,
-    ) -> Result<Arrival, Arc<Failure>> {
-        let Call { collective, inputs, donate, keep, after, .. } = call;
-        let machine = &group.machine;
-        let unsupported = |reason| Arc::new(Failure::Unsupported { op: collective.to_string(), reason });
-        let wish = key::of(&collective, group.size(), machine.target).map_err(|reason| unsupported(reason.into()))?;
-        let wish = if collective.kind.is_point_to_point() {
-            // A pair's programs depend on nothing but the shape, which any arrangement of two says.
-            Arc::new(message(machine, &wish).map_err(unsupported)?)
-        } else {
-            arrangement.prepared(machine.target, &wish).map_err(unsupported)?
-        };
-        let fingerprint = collective.fingerprint();
-        let device = group.device(me);
-        let mut arrival = Arrival {
-            ticket,
-            collective,
-            keep,
-            fingerprint,
-            after,
-            me,
-            device,
-            wish,
-            inputs: SmallVec::new(),
-            on_device: inputs.is_some(),
-            donate: true,
-        };
-        match inputs {
-            Some(buffers) => {
-                arrival.donate = donate;
-                arrival.inputs = buffers.into_iter().map(Some).collect();
-                let (expected, got) = (arrival.collective.parts.len(), arrival.inputs.len());
-                if expected != got {
-                    let error = PjrtError::Argument {
-                        what: "device buffers",
-                        expected: format!("one for each of {expected} parts"),
-                        got: got.to_string(),
-                    };
-                    return Err(arrival.fail(group, "taking", error));
-                }
-            }
-            None => arrival.stage(group)?,
-        }
-        Ok(arrival)
-    }
-
-    fn fail(&self, group: &Group, doing: &'static str, error: PjrtError) -> Arc<Failure> {
-        Arc::new(group.plugin_failure(doing, &self.collective.to_string(), Some(self.me), error))
-    }
-
-    /// Copies this member's inputs to its device, for the program it wishes.
-    fn stage(&mut self, group: &Group) -> Result<(), Arc<Failure>> {
-        let machine = &group.machine;
-        let device = machine.client().devices()[self.device as usize];
-        let mut inputs = SmallVec::new();
-        for (index, part) in self.collective.parts.iter().enumerate() {
-            let key = &self.wish.key;
-            let given = gives(self.collective.kind, self.me, part, &key.op, key.parts[index].elements);
-            let (Some((blocks, lay)), Some(shape)) = (given, self.wish.data_shape(index)) else {
-                inputs.push(None);
-                continue;
-            };
-            // SAFETY: the caller of the collective keeps its tensors readable until the operation has ended, which it
-            // can't before this member has arrived, or while its ticket is held.
-            let copied = unsafe { stage::to_device(machine.client(), &device, shape, &blocks, lay) };
-            inputs.push(Some(copied.map_err(|error| self.fail(group, "copying to the device for", error))?));
-        }
-        self.inputs = inputs;
-        Ok(())
-    }
-}
-
 /// The program of a message of this class, not to be run: its shapes.
-fn message(machine: &Machine, key: &Key) -> Result<Prepared, ProgramError> {
+pub(super) fn message(machine: &Machine, key: &Key) -> Result<Prepared, ProgramError> {
     let program = program::build(&key.spec(&Groups::all(2), machine.target))?;
     let shape = |port: &program::Port| Shape {
         element: port.element,
@@ -252,14 +128,13 @@ fn message(machine: &Machine, key: &Key) -> Result<Prepared, ProgramError> {
     Ok(Prepared { key: key.clone(), program, inputs, outputs, loaded: OnceLock::new() })
 }
 
-/// Results of up to as many bytes are copied to the caller's memory by the plugin's own thread.
-const AT_ONCE: usize = 64 << 10;
-
 /// What is left to do when the device is done.
 pub(super) struct Task {
     pub arrival: Arrival,
     prepared: Arc<Prepared>,
     group: Arc<Group>,
+    /// The device's failure, if the operation couldn't end with it at once.
+    pub failure: Option<Arc<Failure>>,
 }
 
 impl Task {
@@ -283,6 +158,18 @@ impl Task {
     pub fn copies_at_once(&self, machine: &Machine) -> bool {
         let bytes: usize = self.prepared.outputs.iter().map(|shape| shape.bytes).sum();
         machine.on_host() && self.arrival.after.is_none() && bytes <= AT_ONCE
+    }
+
+    /// Whether every result is where it is to be.
+    pub fn landed(&self, outputs: &[Buffer]) -> bool {
+        let (Arrival { collective, me, .. }, key) = (&self.arrival, &self.prepared.key);
+        collective.parts.iter().enumerate().all(|(index, part)| {
+            let taken = takes(collective.kind, *me, part, &key.op, key.parts[index].elements);
+            match (taken, outputs.get(index), self.prepared.outputs.get(index)) {
+                (Some((blocks, lay)), Some(buffer), Some(shape)) => stage::landed(buffer, shape.bytes, &blocks, lay),
+                _ => true,
+            }
+        })
     }
 
     pub fn copy_out(&mut self, machine: &Machine, outputs: &[Buffer]) -> Result<(), Failure> {
@@ -325,6 +212,11 @@ impl Group {
         let gathered = now();
         let machine = &self.machine;
         let prepared = self.agree(arrangement, meeting)?;
+        // Nobody else may end what has lent its memory, from here on until the plugin is done with it.
+        if let Some(ended) = meeting.arrivals.iter().flatten().find(|one| one.lends() && !one.ticket.held()) {
+            let why = format!("{} had ended before its launch", ended.collective);
+            return Err(self.failure().unwrap_or_else(|| Arc::new(Failure::Aborted { by: Some(ended.me), why })));
+        }
         let arrivals: SmallVec<[&Arrival; 16]> = meeting.arrivals.iter().flatten().collect();
         let call = |arrivals: &[&Arrival]| arrivals.first().map_or(String::new(), |one| one.collective.to_string());
         let plugin = |doing, rank, error, arrivals: &[&Arrival]| {
@@ -395,7 +287,10 @@ impl Group {
             let Some(arrival) = meeting.arrivals.get_mut(member).and_then(Option::take) else { continue };
             let ticket = arrival.ticket.clone();
             ticket.stamp(|times| (times.gathered, times.launched, times.returned) = (gathered, launched, returned));
-            let task = Task { arrival, prepared: prepared.clone(), group: self.clone() };
+            if arrival.lends() {
+                ticket.lends(arrival.lent(), arrival.watch(&ticket));
+            }
+            let task = Task { arrival, prepared: prepared.clone(), group: self.clone(), failure: None };
             ticket.flying(task, outputs);
             flying.extend(event.map(|event| (ticket, event)));
         }
@@ -411,7 +306,9 @@ impl Group {
             if let Err(error) = outcome {
                 let failure = Arc::new(self.plugin_failure("watching", "a launched program", None, error));
                 self.fail(failure.clone());
-                ticket.end(Some(failure));
+                if !ticket.end_unwatched(&failure) {
+                    ticket.end(Some(failure));
+                }
             }
         }
         Ok(())

@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc, Weak,
-        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst},
     },
     time::{Duration, Instant},
 };
@@ -64,6 +64,8 @@ pub struct Machine {
     /// Held while a program is launched.
     pub(super) launching: Mutex<()>,
     pub(super) constants: Constants,
+    pub(super) lent: AtomicU64,
+    pub(super) landed: AtomicU64,
     chores: Arc<Chores>,
 }
 
@@ -105,6 +107,8 @@ impl Machine {
             groups: Mutex::default(),
             launching: Mutex::new(()),
             constants: Constants::default(),
+            lent: AtomicU64::new(0),
+            landed: AtomicU64::new(0),
             chores: Arc::new(Chores {
                 news: Mutex::new(false),
                 bell: Condvar::new(),
@@ -139,6 +143,12 @@ impl Machine {
     /// How programs were come by so far.
     pub fn counts(&self) -> Counts {
         self.cache.counts()
+    }
+
+    /// Tensors in memory that devices read or wrote where they are, so far; and operations of which some were, whose
+    /// results came to be where they are wanted with no copy.
+    pub fn lent(&self) -> (u64, u64) {
+        (self.lent.load(Relaxed), self.landed.load(Relaxed))
     }
 
     pub(super) fn cache(&self) -> &Cache {

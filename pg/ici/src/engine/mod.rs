@@ -4,12 +4,13 @@
 //! ([`Machine::open`]) and post [`Call`]s; the last member to come launches the program on all the group's devices in
 //! one call. What each rank gets back is a [`Ticket`].
 //!
-//! A rank's inputs are copied to its device when it comes, on its own thread, and its results are copied out by
+//! A rank's inputs are copied to its device when it comes, on its own thread, or lent to it; its results are copied out by
 //! whoever waits for them, else by the machine's thread; or they are device buffers already, and stay such.
 //!
 //! Where each process has one device, as on a TPU, a [`Chip`] takes the machine's place: each rank launches programs on
 //! its own device, in the order of its calls.
 
+mod arrival;
 mod chip;
 mod constants;
 mod failure;

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use podring_collective::Blocks;
 use smallvec::SmallVec;
 
-use crate::pjrt::{Buffer, Client, Device, Element, PjrtError};
+use crate::pjrt::{Buffer, Client, Device, Element, Event, PjrtError, VIEW_ALIGNMENT};
 
 /// Where a block lies, and its bytes.
 pub(super) type Block = (*mut u8, usize);
@@ -85,6 +85,17 @@ fn with_scratch<R>(bytes: usize, act: impl FnOnce(&mut [u8]) -> R) -> R {
     })
 }
 
+/// Where the blocks lie in memory as they are to lie, aligned as XLA's CPU plugin wants what it doesn't copy.
+pub(super) fn lendable(blocks: &[Block], lay: Lay, bytes: usize) -> Option<*mut u8> {
+    lies(blocks, lay, bytes).filter(|data| data.addr().is_multiple_of(VIEW_ALIGNMENT))
+}
+
+/// Whether no block touches these bytes.
+pub(super) fn apart(blocks: &[Block], memory: *mut u8, bytes: usize) -> bool {
+    let (start, end) = (memory.addr(), memory.addr() + bytes);
+    blocks.iter().all(|&(data, size)| size == 0 || data.addr() + size <= start || data.addr() >= end)
+}
+
 /// The shape of a device buffer.
 #[derive(Clone, Debug)]
 pub(super) struct Shape {
@@ -127,17 +138,70 @@ pub(super) unsafe fn to_device(
         return client.buffer(data, shape.element, &shape.dims, device);
     }
     with_scratch(shape.bytes, |laid| {
-        let mut at = 0;
-        for (index, &(data, bytes)) in blocks.iter().enumerate() {
-            let start = lay.start(index, at);
-            if bytes > 0 {
-                // SAFETY: readable by the caller's promise.
-                laid[start..start + bytes].copy_from_slice(unsafe { std::slice::from_raw_parts(data, bytes) });
-            }
-            at = start + bytes;
-        }
+        // SAFETY: readable by the caller's promise; `fit` has checked the size, and the scratch is this thread's own.
+        unsafe { lay_out(blocks, lay, laid.as_mut_ptr()) };
         client.buffer(laid, shape.element, &shape.dims, device)
     })
+}
+
+/// Copies blocks to where they lie in a buffer.
+///
+/// # Safety
+/// The blocks are readable, `laid` is writable as far as they reach ([`fit`]), and none of them touches it.
+unsafe fn lay_out(blocks: &[Block], lay: Lay, laid: *mut u8) {
+    let mut at = 0;
+    for (index, &(data, bytes)) in blocks.iter().enumerate() {
+        let start = lay.start(index, at);
+        if bytes > 0 {
+            // SAFETY: by the caller's promise.
+            unsafe { std::ptr::copy_nonoverlapping(data, laid.add(start), bytes) };
+        }
+        at = start + bytes;
+    }
+}
+
+/// Lends a rank's own memory to a device as an argument, where an operation runs in place: the memory where the result is
+/// to be. What is given is copied there if it lies elsewhere, and `moves` allows it. None where it can't be lent.
+///
+/// # Safety
+/// What is given is readable, what is taken writable, by this thread alone now and by nobody else until the event has
+/// happened.
+pub(super) unsafe fn lend_result(
+    client: &Client,
+    device: &Device,
+    shape: &Shape,
+    given: Option<(&[Block], Lay)>,
+    taken: (&[Block], Lay),
+    moves: bool,
+) -> Result<Option<(Buffer, Event)>, PjrtError> {
+    let Some(place) = lendable(taken.0, taken.1, shape.bytes) else { return Ok(None) };
+    if let Some((blocks, lay)) = given
+        && lies(blocks, lay, shape.bytes) != Some(place)
+    {
+        fit(blocks, lay, shape.bytes)?;
+        if !moves || !apart(blocks, place, shape.bytes) {
+            return Ok(None);
+        }
+        // SAFETY: readable and writable by the caller's promise, of this size, and apart.
+        unsafe { lay_out(blocks, lay, place) };
+    }
+    // SAFETY: aligned, as many bytes as the shape has, and left alone by the caller's promise.
+    unsafe { client.lend(place, true, shape.element, &shape.dims, device) }.map(Some)
+}
+
+/// Lends what a rank gives to a device, for reading. None where it has to be copied.
+///
+/// # Safety
+/// What is given is readable, and stays as it is until the event has happened.
+pub(super) unsafe fn lend_input(
+    client: &Client,
+    device: &Device,
+    shape: &Shape,
+    given: (&[Block], Lay),
+) -> Result<Option<(Buffer, Event)>, PjrtError> {
+    let Some(data) = lendable(given.0, given.1, shape.bytes) else { return Ok(None) };
+    // SAFETY: aligned, as many bytes as the shape has, and left alone by the caller's promise.
+    unsafe { client.lend(data, false, shape.element, &shape.dims, device) }.map(Some)
 }
 
 /// Copies a computed buffer's blocks to memory; `on_host` if the devices' memory is this process's.
@@ -166,7 +230,7 @@ pub(super) unsafe fn from_device(
     if on_host {
         // SAFETY: the devices are this process's CPUs; the buffer is computed, and borrowed meanwhile.
         let address = unsafe { buffer.address() }?;
-        // A launch may have written where it was asked to.
+        // A launch may have written where it was to.
         if lies(blocks, lay, bytes) != Some(address.cast_mut()) {
             scatter(address);
         }
@@ -177,6 +241,13 @@ pub(super) unsafe fn from_device(
         scatter(laid.as_ptr());
         Ok(())
     })
+}
+
+/// Whether a computed buffer is the very memory where these blocks are to be, as they are to lie.
+pub(super) fn landed(buffer: &Buffer, bytes: usize, blocks: &[Block], lay: Lay) -> bool {
+    // SAFETY: compared, not read.
+    let address = unsafe { buffer.address() };
+    address.is_ok_and(|address| lies(blocks, lay, bytes) == Some(address.cast_mut()))
 }
 
 #[cfg(test)]
@@ -202,5 +273,14 @@ mod tests {
         let list = blocks(&Blocks::list([tensor(0, 2), tensor(16, 2)]), 4);
         assert_eq!(lies(&list, Lay::Packed, 16), None);
         assert_eq!(lies(&[], Lay::Packed, 0), None);
+    }
+
+    #[test]
+    fn memory_that_overlaps_is_known() {
+        let memory = [0u8; 64];
+        let at = |start: usize| memory.as_ptr().wrapping_add(start).cast_mut();
+        assert!(apart(&[(at(0), 8), (at(40), 24), (at(20), 0)], at(8), 32));
+        assert!(!apart(&[(at(0), 9)], at(8), 32) && !apart(&[(at(39), 1)], at(8), 32));
+        assert!(!apart(&[(at(0), 64)], at(8), 32));
     }
 }

@@ -22,6 +22,11 @@ const BUSY: u32 = 1;
 const COMPUTED: u32 = 2;
 const DONE: u32 = 3;
 const FAILED: u32 = 4;
+/// As [`COMPUTED`], but the operation's memory was lent to the device: it can't be ended from elsewhere.
+const RETURNED: u32 = 5;
+
+/// In [`Ticket::left`]: it is not known yet.
+const UNKNOWN: usize = usize::MAX / 2;
 
 /// How long a waiter looks before it sleeps.
 const YIELD: Duration = Duration::from_micros(50);
@@ -58,6 +63,8 @@ pub type Runner = Arc<dyn Fn(Callback) + Send + Sync>;
 /// When what happened, in nanoseconds on one clock of the process; 0 for what has not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Times {
+    /// This rank called.
+    pub called: u64,
     /// This rank came, with its buffers on its device.
     pub arrived: u64,
     /// The last rank came.
@@ -100,6 +107,9 @@ pub struct Ticket {
     timeout_ms: AtomicU64,
     /// Threads inside [`Ticket::wait`].
     waiters: AtomicUsize,
+    /// What the end of an operation that has lent its memory waits for: the plugin's word for each argument, and the device
+    /// with every result in place. [`UNKNOWN`] more until that is known, and if the plugin gives no word.
+    left: AtomicUsize,
     inner: Mutex<Inner>,
     change: Condvar,
     /// For the plugin's errors; set once.
@@ -118,6 +128,7 @@ impl Default for Ticket {
             source: AtomicI32::new(-1),
             timeout_ms: AtomicU64::new(0),
             waiters: AtomicUsize::new(0),
+            left: AtomicUsize::new(0),
             inner: Mutex::default(),
             change: Condvar::new(),
             plugin: OnceLock::new(),
@@ -171,6 +182,7 @@ impl Ticket {
         *self.key.get_mut() = KEYS.fetch_add(1, SeqCst);
         *self.source.get_mut() = -1;
         *self.timeout_ms.get_mut() = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
+        *self.left.get_mut() = UNKNOWN;
         let inner = self.inner.get_mut();
         inner.failure = None;
         inner.callbacks.clear();
@@ -263,7 +275,7 @@ impl Ticket {
 
     /// Whether its memory is in use.
     pub(super) fn held(&self) -> bool {
-        self.state.load(SeqCst) == BUSY
+        matches!(self.state.load(SeqCst), BUSY | RETURNED)
     }
 
     /// Threads that wait for it.
@@ -271,12 +283,35 @@ impl Ticket {
         self.waiters.load(SeqCst)
     }
 
-    /// The program is on its way: what is left to do when it is done.
+    /// The program is on its way: what is left to do when it is done. Memory that the device has stays in use.
     pub(super) fn flying(&self, task: Task, outputs: SmallVec<[Buffer; 1]>) {
         let mut inner = self.inner.lock();
+        let lends = task.arrival.lends();
         inner.task = Some(task);
         inner.outputs = outputs;
-        self.state.store(PENDING, SeqCst);
+        if !lends {
+            self.state.store(PENDING, SeqCst);
+        }
+    }
+
+    /// Ends an operation in flight whose memory is lent and whose event tells nobody; `false` if none is lent.
+    pub(super) fn end_unwatched(&self, failure: &Arc<Failure>) -> bool {
+        let (task, outputs, event) = {
+            let mut inner = self.inner.lock();
+            if !inner.task.as_ref().is_some_and(|task| task.arrival.lends()) {
+                return false;
+            }
+            (inner.task.take(), std::mem::take(&mut inner.outputs), inner.event.take())
+        };
+        if let Some(Err(error)) = event.map(|event| event.wait()) {
+            tracing::warn!(%error, "a launched program that couldn't be watched");
+        }
+        drop(outputs);
+        if let Some(mut task) = task {
+            task.arrival.take_back();
+        }
+        self.end_held(Some(failure.clone()));
+        true
     }
 
     /// Results that stay on the device, for [`Ticket::take_outputs`].
@@ -295,7 +330,7 @@ impl Ticket {
 
     /// Ends it for whoever holds it.
     pub(super) fn end_held(&self, failure: Option<Arc<Failure>>) {
-        self.end_from(&[BUSY, PENDING, COMPUTED], failure);
+        self.end_from(&[BUSY, PENDING, COMPUTED, RETURNED], failure);
     }
 
     fn end_from(&self, from: &[u32], failure: Option<Arc<Failure>>) {
@@ -337,7 +372,8 @@ impl Ticket {
 
     /// `in_callback`: on a thread of the plugin's, where nothing of the caller's may run.
     fn copy_out(&self, in_callback: bool) -> bool {
-        if self.state.compare_exchange(COMPUTED, BUSY, SeqCst, SeqCst).is_err() {
+        let claimed = |from| self.state.compare_exchange(from, BUSY, SeqCst, SeqCst).is_ok();
+        if !claimed(COMPUTED) && !claimed(RETURNED) {
             return false;
         }
         let (task, outputs, home, runner) = {
@@ -346,13 +382,23 @@ impl Ticket {
         };
         let mut failure = None;
         if let (Some(mut task), Some((machine, group))) = (task, home) {
-            failure = task.copy_out(&machine, &outputs).err().map(Arc::new);
+            failure = task.failure.take();
+            if failure.is_none() {
+                failure = task.copy_out(&machine, &outputs).err().map(Arc::new);
+            }
+            drop(outputs);
+            if task.arrival.lends() {
+                // Never on a thread of the plugin's, which this waits for: there nothing that was lent is copied.
+                task.arrival.take_back();
+                if failure.is_none() {
+                    failure = group.upgrade().and_then(|group| group.failure());
+                }
+            }
             if in_callback && let (Some(keep), Some(runner)) = (task.arrival.keep.take(), runner) {
                 runner(Box::new(move || drop(keep)));
             }
             // The memory's keeper goes with the task, before anybody is told.
             drop(task);
-            drop(outputs);
             if let (Some(failure), Some(group)) = (&failure, group.upgrade()) {
                 group.fail(failure.clone());
             }
@@ -403,12 +449,67 @@ impl Ticket {
 
     /// Results that nobody waits for are copied out by the machine's own thread.
     fn pass_on(self: &Ticket) {
-        if self.state.load(SeqCst) != COMPUTED || self.waiters.load(SeqCst) > 0 {
+        if !matches!(self.state.load(SeqCst), COMPUTED | RETURNED) || self.waiters.load(SeqCst) > 0 {
             return;
         }
         let home = self.inner.lock().home.clone();
         if let Some((machine, _)) = home {
             machine.look_for_results();
+        }
+    }
+}
+
+impl Ticket {
+    /// As many arguments are the caller's memory; `watched` if the plugin will tell of each when it is done with it.
+    pub(super) fn lends(&self, arguments: usize, watched: bool) {
+        // Some may be done already.
+        let unknown = if watched { UNKNOWN } else { 0 };
+        self.left.fetch_add(arguments + 1, SeqCst);
+        self.less(unknown);
+    }
+
+    /// So much less is left; nothing ends the operation.
+    fn less(&self, by: usize) {
+        if self.left.fetch_sub(by, SeqCst) == by && by > 0 {
+            let (failure, group) = {
+                let inner = self.inner.lock();
+                let failure = inner.task.as_ref().and_then(|task| task.failure.clone());
+                (failure, inner.home.as_ref().and_then(|(_, group)| group.upgrade()))
+            };
+            self.end_held(failure.or_else(|| group.and_then(|group| group.failure())));
+        }
+    }
+
+    /// The device is done with an operation that has lent it the caller's memory. On a thread of the plugin's, which
+    /// mustn't wait for the plugin: if results are to be copied, or the plugin will not tell, another thread does it.
+    fn returned(&self, outcome: Result<(), PjrtError>) {
+        let mut guard = self.inner.lock();
+        let inner = &mut *guard;
+        let Some(task) = &mut inner.task else { return };
+        let group = inner.home.as_ref().and_then(|(_, group)| group.upgrade());
+        let failure = outcome.err().map(|error| Arc::new(task.failed("running", error)));
+        let landed = failure.is_some() || task.landed(&inner.outputs);
+        if let (true, None, Some((machine, _))) = (landed, &failure, &inner.home) {
+            machine.landed.fetch_add(1, SeqCst);
+        }
+        task.failure = failure.clone();
+        // What was donated is the results' by now. Dropped outside the lock: that may release the memory at once.
+        let inputs = std::mem::take(&mut task.arrival.inputs);
+        let outputs = if landed { std::mem::take(&mut inner.outputs) } else { SmallVec::new() };
+        drop(guard);
+        drop((inputs, outputs));
+        if let (Some(failure), Some(group)) = (&failure, &group) {
+            group.fail(failure.clone());
+        }
+        if landed && self.left.load(SeqCst) < UNKNOWN {
+            self.less(1);
+            return;
+        }
+        self.state.store(RETURNED, SeqCst);
+        if self.waiters.load(SeqCst) > 0 {
+            self.change.notify_all();
+        } else {
+            self.pass_on();
         }
     }
 }
@@ -421,9 +522,21 @@ impl OnReady for Ticket {
         self.plugin.get()
     }
 
+    fn released(&self, outcome: Result<(), PjrtError>) {
+        if let Err(error) = outcome {
+            tracing::warn!(%error, "memory that was lent to a device");
+        }
+        self.less(1);
+    }
+
     fn ready(&self, outcome: Result<(), PjrtError>) {
         let mut inner = self.inner.lock();
         inner.times.computed = now();
+        if inner.task.as_ref().is_some_and(|task| task.arrival.lends()) {
+            drop(inner);
+            self.returned(outcome);
+            return;
+        }
         let Some(task) = &inner.task else { return };
         if let Err(error) = outcome {
             let failure = Arc::new(task.failed("running", error));

@@ -175,21 +175,53 @@ impl Client {
                 got: format!("{device:?}"),
             });
         }
+        let (buffer, done) = self.host_buffer(data.as_ptr(), element, dims, device, sys::ONLY_DURING_CALL)?;
+        // With these semantics it is complete already; awaited all the same, so that an error isn't lost.
+        done.wait()?;
+        Ok(buffer)
+    }
+
+    /// The memory holds as many elements, and stays as these semantics want it.
+    fn host_buffer(
+        &self,
+        data: *const u8,
+        element: Element,
+        dims: &[i64],
+        device: &Device,
+        semantics: std::ffi::c_int,
+    ) -> Result<(Buffer, Event), PjrtError> {
         let mut args = sys::ClientBufferFromHostBuffer {
             client: self.handle.raw,
-            data: data.as_ptr().cast(),
+            data: data.cast(),
             element_type: element.code(),
             dims: dims.as_ptr(),
             num_dims: dims.len(),
-            host_buffer_semantics: sys::ONLY_DURING_CALL,
+            host_buffer_semantics: semantics,
             device: device.raw as Opaque,
             ..Default::default()
         };
         self.plugin().call(&mut args)?;
-        let buffer = Buffer { client: self.handle.clone(), raw: args.buffer };
-        // With these semantics it is complete already; awaited all the same, so that an error isn't lost.
-        Event::new(&self.handle.plugin, args.done_with_host_buffer).wait()?;
-        Ok(buffer)
+        let done = Event::new(&self.handle.plugin, args.done_with_host_buffer);
+        Ok((Buffer { client: self.handle.clone(), raw: args.buffer }, done))
+    }
+
+    /// Memory of this process as a buffer, with no copy; `donated` if an execution that it is donated to may leave its
+    /// result there. The event says that the plugin is done with the memory: the buffer, and what became of it, is
+    /// destroyed, and no execution uses it. A plugin may copy all the same: then the result is elsewhere.
+    ///
+    /// # Safety
+    /// `memory` holds as many elements, is aligned to [`VIEW_ALIGNMENT`], and until the event has happened stays alive,
+    /// and unwritten by others; with `donated` it is writable, and unread by others while an execution has it.
+    pub(crate) unsafe fn lend(
+        &self,
+        memory: *mut u8,
+        donated: bool,
+        element: Element,
+        dims: &[i64],
+        device: &Device,
+    ) -> Result<(Buffer, Event), PjrtError> {
+        let semantics = if donated { sys::MUTABLE_ZERO_COPY } else { sys::IMMUTABLE_ZERO_COPY };
+        self.host_buffer(memory, element, dims, device, semantics)
     }
 }
 
@@ -358,13 +390,26 @@ impl Event {
     /// Calls `target` once when it has happened: at once on this thread, or later on one of the plugin's, which must not be
     /// kept. An event that can't be subscribed to is an error; then nothing is called.
     pub fn on_ready<T: OnReady>(&self, target: Arc<T>) -> Result<(), PjrtError> {
+        self.tell::<T, false>(target)
+    }
+
+    /// As [`Event::on_ready`], but calls [`OnReady::released`].
+    pub fn on_released<T: OnReady>(&self, target: Arc<T>) -> Result<(), PjrtError> {
+        self.tell::<T, true>(target)
+    }
+
+    fn tell<T: OnReady, const RELEASED: bool>(&self, target: Arc<T>) -> Result<(), PjrtError> {
         if self.raw.is_null() {
-            target.ready(Ok(()));
+            if RELEASED {
+                target.released(Ok(()));
+            } else {
+                target.ready(Ok(()));
+            }
             return Ok(());
         }
         let user_arg = Arc::into_raw(target).cast_mut().cast::<c_void>();
-        let mut args =
-            sys::EventOnReady { event: self.raw, callback: Some(trampoline::<T>), user_arg, ..Default::default() };
+        let callback = Some(trampoline::<T, RELEASED> as sys::EventCallback);
+        let mut args = sys::EventOnReady { event: self.raw, callback, user_arg, ..Default::default() };
         let outcome = self.plugin.call(&mut args);
         if outcome.is_err() {
             // SAFETY: the plugin refused: it will not call, so that the reference is still ours.
@@ -388,9 +433,13 @@ pub trait OnReady: Send + Sync + 'static {
     fn plugin(&self) -> Option<&Arc<Plugin>>;
     /// It has happened, well or not. Runs on a thread of the plugin's: must be quick.
     fn ready(&self, outcome: Result<(), PjrtError>);
+    /// As [`OnReady::ready`], for events of another kind: memory is no longer used.
+    fn released(&self, outcome: Result<(), PjrtError>) {
+        drop(outcome);
+    }
 }
 
-unsafe extern "C" fn trampoline<T: OnReady>(error: Opaque, user_arg: Opaque) {
+unsafe extern "C" fn trampoline<T: OnReady, const RELEASED: bool>(error: Opaque, user_arg: Opaque) {
     // SAFETY: made by `on_ready` from an Arc<T>; a plugin calls once.
     let target = unsafe { Arc::from_raw(user_arg.cast_const().cast::<T>()) };
     // A panic must not reach the plugin's frames.
@@ -404,7 +453,7 @@ unsafe extern "C" fn trampoline<T: OnReady>(error: Opaque, user_arg: Opaque) {
                 got: "none".to_owned(),
             }),
         };
-        target.ready(outcome);
+        if RELEASED { target.released(outcome) } else { target.ready(outcome) }
     }));
     if told.is_err() {
         tracing::error!("a panic while an execution's end was told");

@@ -302,6 +302,10 @@ pub(super) struct MemoryLayout {
 
 /// `PJRT_HostBufferSemantics_kImmutableOnlyDuringCall`.
 pub(super) const ONLY_DURING_CALL: c_int = 0;
+/// `PJRT_HostBufferSemantics_kImmutableZeroCopy`.
+pub(super) const IMMUTABLE_ZERO_COPY: c_int = 2;
+/// `PJRT_HostBufferSemantics_kMutableZeroCopy`.
+pub(super) const MUTABLE_ZERO_COPY: c_int = 3;
 
 #[cfg(test)]
 mod tests {

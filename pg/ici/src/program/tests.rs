@@ -43,6 +43,8 @@ fn texts_are_as_reviewed() {
     golden("all_to_all_uneven", &spec(Op::AllToAllUneven { tiles: 3 }, DType::F16, None, 20, Groups::all(2)));
     golden("gather", &spec(Op::Gather { root: 1 }, DType::U8, None, 3, Groups::all(3)));
     golden("scatter", &spec(Op::Scatter { root: 1 }, DType::U8, None, 3, Groups::all(3)));
+    golden("gather_pieces", &spec(Op::Gather { root: 1 }, DType::U8, None, 256 << 10, Groups::all(3)));
+    golden("scatter_pieces", &spec(Op::Scatter { root: 1 }, DType::U8, None, 256 << 10, Groups::all(3)));
     golden("permute", &spec(Op::Permute { pairs: vec![(0, 1), (1, 0)] }, DType::F32, None, 3, pairs()));
     golden("barrier", &spec(Op::Barrier, DType::U8, None, 0, Groups::all(4)));
 }

@@ -254,8 +254,7 @@ impl<'a> Body<'a> {
         let id = self.put(Element::U32, &[], "stablehlo.replica_id : tensor<ui32>");
         let list: Vec<String> = table.iter().map(u32::to_string).collect();
         let constant = self.constant(&format!("[{}]", list.join(", ")), Element::U32, &[table.len()]);
-        let entry = self.dynamic_slice(&constant, &id, 1);
-        self.reshape(&entry, &[])
+        self.entry(&constant, &id)
     }
 
     /// `start` along dimension 0, zero along the others; with their types.
@@ -265,6 +264,38 @@ impl<'a> Body<'a> {
         let names: Vec<&str> = all.iter().map(|index| index.name.as_str()).collect();
         let types: Vec<String> = all.iter().map(|index| index.ty()).collect();
         (names.join(", "), types.join(", "))
+    }
+
+    /// `step(index, carried)` for each index below `count`, from `start` on: as much code as one of them.
+    pub fn repeat(&mut self, count: usize, start: &Val, step: impl FnOnce(&mut Self, &Val, &Val) -> Val) -> Val {
+        let number = |body: &mut Self, value: usize| body.constant(&value.to_string(), Element::S32, &[]);
+        let zero = number(self, 0);
+        if count == 1 {
+            return step(self, &zero, start);
+        }
+        let (one, end) = (number(self, 1), number(self, count));
+        let id = self.values;
+        self.values += 1;
+        let index = Val { name: format!("%i{id}"), ..zero.clone() };
+        let carried = Val { name: format!("%c{id}"), ..start.clone() };
+        let types = format!("{}, {}", index.ty(), carried.ty());
+        let _ = writeln!(
+            self.lines,
+            "    %{id}:2 = stablehlo.while({} = {}, {} = {}) : {types} cond {{",
+            index.name, zero.name, carried.name, start.name
+        );
+        let more = self.compare("LT", "SIGNED", &index, &end);
+        let _ = writeln!(self.lines, "    stablehlo.return {} : {}\n    }} do {{", more.name, more.ty());
+        let next = step(self, &index, &carried);
+        let after = self.binary("add", &index, &one);
+        let _ = writeln!(self.lines, "    stablehlo.return {}, {} : {types}\n    }}", after.name, next.name);
+        Val { name: format!("%{id}#1"), ..start.clone() }
+    }
+
+    /// `table[index]`, a scalar.
+    pub fn entry(&mut self, table: &Val, index: &Val) -> Val {
+        let entry = self.dynamic_slice(table, index, 1);
+        self.reshape(&entry, &[])
     }
 
     /// `size` along dimension 0, from `start` on.

@@ -205,6 +205,47 @@ fn gather_and_scatter_from_every_root() {
     }
 }
 
+/// Blocks of as many bytes go one by one, in a loop.
+#[test]
+fn large_blocks_are_gathered_and_scattered_from_every_root() {
+    let Some(machine) = machine() else { return };
+    let mut random = Random(17);
+    for groups in group_kinds() {
+        let members = groups.size();
+        let bytes = 300_000;
+        let slot = slot(bytes);
+        // The middle of a block may be anything: its ends tell blocks apart.
+        let mut block = |bytes: usize| {
+            let mut block = vec![random.next() as u8; bytes];
+            block[..8].copy_from_slice(&random.next().to_le_bytes());
+            block[bytes - 8..].copy_from_slice(&random.next().to_le_bytes());
+            block
+        };
+        for root in if members == 8 { vec![0, 3] } else { (0..members).collect() } {
+            let data: Vec<Vec<u8>> = (0..DEVICES).map(|_| block(bytes)).collect();
+            let op = Op::Gather { root: root as u32 };
+            let text = program(&single(op, part(DType::U8, bytes), &groups));
+            assert_eq!(text.text.contains("stablehlo.while"), members > 2, "{}", text.text);
+            let out = machine.run(&text, |device, _| data[device].clone());
+            for group in &groups.groups {
+                let at_root = &out[group[root] as usize][0];
+                for (position, &member) in group.iter().enumerate() {
+                    assert!(at_root[position * slot..][..bytes] == data[member as usize], "root {root}");
+                }
+            }
+            let blocks: Vec<Vec<Vec<u8>>> = (0..DEVICES).map(|_| (0..members).map(|_| block(slot)).collect()).collect();
+            let op = Op::Scatter { root: root as u32 };
+            let out = machine
+                .run(&program(&single(op, part(DType::U8, bytes), &groups)), |device, _| blocks[device].concat());
+            for (device, out) in out.iter().enumerate() {
+                let (group, me) = place(&groups, device);
+                let expected = &blocks[group[root] as usize][me][..bytes];
+                assert!(&out[0][..bytes] == expected, "root {root} device {device}");
+            }
+        }
+    }
+}
+
 #[test]
 fn permutes_and_barriers() {
     let Some(machine) = machine() else { return };
