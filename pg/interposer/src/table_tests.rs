@@ -194,7 +194,7 @@ fn a_virtual_slice_is_seen_and_the_rest_is_the_plugins_own() {
         let mut lookup = sys::ClientLookupDevice { client, id: 9, ..Default::default() };
         assert!(said(table, call(table, &mut lookup)).starts_with("device 9 on rank 2 of the virtual slice v4:2x2x1"));
         let mut load = sys::ExecutableDeserializeAndLoad { client, ..Default::default() };
-        assert!(said(table, call(table, &mut load)).contains("runs on no other"));
+        assert!(said(table, call(table, &mut load)).contains("programs other than those of podring's engine"));
 
         // Memory becomes a buffer with no copy, is read back where it lies, and is given back once.
         unsafe extern "C" fn given_back(memory: *mut c_void, count: *mut c_void) {

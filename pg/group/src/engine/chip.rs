@@ -141,7 +141,8 @@ impl OnChip {
             share: Some(share).filter(|_| members > 1),
         });
         let devices = positions.iter().map(|&position| opening.global[position as usize]).collect();
-        let spec = GroupSpec { id: opening.channel, name: opening.name.to_owned(), devices };
+        // Ranks in errors are those of the part.
+        let spec = GroupSpec { id: opening.channel, name: format!("{}{part}", opening.name), devices };
         let seat = chip.open(opening.world.id, &spec, me, hosts.clone(), Devices::runner(opening.process))?;
         Ok(OnChip { seat, hosts })
     }

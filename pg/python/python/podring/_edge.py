@@ -79,7 +79,10 @@ def launch_environment(slice_name: str) -> None:
     from podring import _core
 
     _, _, devices, dims, slices = _core.slice_facts(slice_name)
-    cores = devices // (slices * dims[0] * dims[1] * dims[2])
+    # It wants as many places as addresses. Several slices lie one behind the other here; which device is of which slice
+    # each device says itself.
+    dims = [slices * dims[0], *dims[1:]]
+    cores = devices // (dims[0] * dims[1] * dims[2])
     shape = [*dims, cores] if cores > 1 else dims
     os.environ.setdefault("TORCH_TPU_TOPOLOGY", ",".join(map(str, shape)))
     # As many as there are ranks; each needs to be an address of its own.
