@@ -103,17 +103,44 @@ def end(process: processes.Rank, timeout: float = 30.0) -> Any:
             os.rmdir(process.log.parent)
 
 
+def _alone(body: Callable[[], T]) -> T:
+    # Its thread isn't in what the body forks, which would wait for it.
+    faulthandler.cancel_dump_traceback_later()
+    return body()
+
+
+class Jobs:
+    """Jobs that mostly wait, for several tests: all begin when the first one's end is asked for, each in a process of
+    its own. What a body raised is raised for who asks for it."""
+
+    def __init__(self, bodies: Mapping[str, Callable[[], object]], timeout: float = 60.0) -> None:
+        self._bodies, self._timeout = bodies, timeout
+        self._running: dict[str, processes.Rank] = {}
+
+    def ended(self, name: str) -> Any:
+        """What the body of this name returned. Asked once."""
+        if not self._running:
+            for each, body in self._bodies.items():
+                self._running[each] = run(functools.partial(_alone, body), self._timeout)
+        return end(self._running[name], self._timeout)
+
+    def kill(self) -> None:
+        """Ends those that still run."""
+        for process in self._running.values():
+            processes.kill(process)
+
+
+@contextlib.contextmanager
+def jobs(bodies: Mapping[str, Callable[[], object]], timeout: float = 60.0) -> Iterator[Jobs]:
+    """Jobs that end with the block."""
+    made = Jobs(bodies, timeout)
+    try:
+        yield made
+    finally:
+        made.kill()
+
+
 def side_by_side(bodies: Mapping[str, Callable[[], T]], timeout: float = 60.0) -> dict[str, T]:
     """What each body returned. All run at once, each in a process of its own: jobs that mostly wait."""
-
-    def alone(body: Callable[[], T]) -> T:
-        # Its thread isn't in what the body forks, which would wait for it.
-        faulthandler.cancel_dump_traceback_later()
-        return body()
-
-    running = {name: run(functools.partial(alone, body), timeout) for name, body in bodies.items()}
-    try:
-        return {name: end(process, timeout) for name, process in running.items()}
-    finally:
-        for process in running.values():
-            processes.kill(process)
+    with jobs(bodies, timeout) as made:
+        return {name: made.ended(name) for name in bodies}

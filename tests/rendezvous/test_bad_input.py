@@ -50,16 +50,47 @@ def ends(layout: str, env: Mapping[str, str], ranks: int = 3, rank_env: harness.
     return attempt(joined, ranks, init=False, timeout=25, env={**QUICK, **env}, rank_env=both)
 
 
-def in_layouts(job: Callable[[str], list[End]]) -> list[tuple[str, list[End]]]:
-    """How the ranks of a job ended, in each layout: most of the time they wait, so all at once."""
-    jobs = {layout: functools.partial(job, layout) for layout in LAYOUTS}
-    return list(servers.side_by_side(jobs).items())
+def in_layouts(name: str, job: Callable[[str], object]) -> dict[str, Callable[[], object]]:
+    """The job in each layout."""
+    return {f"{name}, {layout}": functools.partial(job, layout) for layout in LAYOUTS}
 
 
-def test_coordinator_absent() -> None:
+@pytest.fixture(scope="module")
+def lacking() -> Iterator[servers.Jobs]:
+    """Jobs in which somebody never comes: most of the time they wait, so all at once."""
+    with servers.jobs(
+        {
+            **in_layouts("no coordinator", no_coordinator),
+            **in_layouts("no rank 2", no_rank_2),
+            "no rank 0": no_rank_0,
+            "no word": no_word,
+        }
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def confused() -> Iterator[servers.Jobs]:
+    """Jobs whose ranks don't agree."""
+    with servers.jobs(
+        {
+            **in_layouts("twins", twins),
+            **in_layouts("sizes", differing_sizes),
+            "launchers": contradicting_launchers,
+        }
+    ) as made:
+        yield made
+
+
+def no_coordinator(layout: str) -> tuple[str, list[End]]:
     address = f"127.0.0.1:{harness.free_port()}"
-    for _, three in in_layouts(lambda layout: ends(layout, {"PODRING_COORDINATOR": address})):
-        refused(three, address, "refused", kind="DistNetworkError")
+    return address, ends(layout, {"PODRING_COORDINATOR": address})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_coordinator_absent(layout: str, lacking: servers.Jobs) -> None:
+    address, three = lacking.ended(f"no coordinator, {layout}")
+    refused(three, address, "refused", kind="DistNetworkError")
 
 
 @contextmanager
@@ -100,10 +131,15 @@ def test_port_of_another_program() -> None:
         refused(ends("one host", {"PODRING_COORDINATOR": f"127.0.0.1:{port}"}), str(port), "is no podring coordinator")
 
 
-def test_port_that_says_nothing() -> None:
-    """A half-open connection."""
+def no_word() -> tuple[int, list[End]]:
     with another_program(b"") as port:
-        refused(ends("one host", {"PODRING_COORDINATOR": f"127.0.0.1:{port}"}), str(port), "said nothing")
+        return port, ends("one host", {"PODRING_COORDINATOR": f"127.0.0.1:{port}"})
+
+
+def test_port_that_says_nothing(lacking: servers.Jobs) -> None:
+    """A half-open connection."""
+    port, three = lacking.ended("no word")
+    refused(three, str(port), "said nothing")
 
 
 @pytest.fixture
@@ -119,10 +155,17 @@ def test_wrong_token(token: Path, tmp_path: Path) -> None:
     other.write_text("fedcba98765432100123\n")
     with coordinator("--token-file", str(token)) as standing:
         there = {"PODRING_COORDINATOR": standing.address}
-        refused(ends("one host", {"PODRING_TOKEN_FILE": str(other), **there}), "wrong token", kind="DistNetworkError")
-        refused(ends("one host", there), "no token given")
         odd: harness.RankEnv = lambda rank: {"PODRING_TOKEN_FILE": str(other if rank == 1 else token)}  # noqa: E731
-        some = ends("one host", there, rank_env=odd)
+        ended = servers.side_by_side(
+            {
+                "all": lambda: ends("one host", {"PODRING_TOKEN_FILE": str(other), **there}),
+                "none": lambda: ends("one host", there),
+                "one": lambda: ends("one host", there, rank_env=odd),
+            }
+        )
+        refused(ended["all"], "wrong token", kind="DistNetworkError")
+        refused(ended["none"], "no token given")
+        some = ended["one"]
         refused([some[1]], "wrong token")
         refused([some[0], some[2]], "rank 1")
         # And the right one.
@@ -173,33 +216,37 @@ def test_certificates(tmp_path: Path) -> None:
     refused(ends("one host", {"PODRING_TLS_CERT": str(cert)}, ranks=2), "PODRING_TLS_KEY", kind="ValueError")
 
 
-def test_rank_that_never_comes() -> None:
-    """Named on every other rank; with its host, where the launcher tells."""
-
+def no_rank_2(layout: str) -> list[End]:
     def body() -> None:
         if os.environ["RANK"] != "2":
             joined()
 
-    def job(layout: str) -> list[End]:
-        extra = {"LOCAL_WORLD_SIZE": "4"} if layout == "one host" else {}
-        return attempt(body, 4, init=False, timeout=25, env={**QUICK, **extra}, rank_env=LAYOUTS[layout])
-
-    for layout, four in in_layouts(job):
-        refused([four[0], four[1], four[3]], "rank 2", kind="DistBackendError")
-        if layout == "one host":
-            refused([four[0], four[1], four[3]], f"rank 2 on {socket.gethostname()}")
+    extra = {"LOCAL_WORLD_SIZE": "4"} if layout == "one host" else {}
+    return attempt(body, 4, init=False, timeout=25, env={**QUICK, **extra}, rank_env=LAYOUTS[layout])
 
 
-def test_rank_0_that_never_comes() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rank_that_never_comes(layout: str, lacking: servers.Jobs) -> None:
+    """Named on every other rank; with its host, where the launcher tells."""
+    four = lacking.ended(f"no rank 2, {layout}")
+    refused([four[0], four[1], four[3]], "rank 2", kind="DistBackendError")
+    if layout == "one host":
+        refused([four[0], four[1], four[3]], f"rank 2 on {socket.gethostname()}")
+
+
+def no_rank_0() -> list[End]:
     def body() -> None:
         if os.environ["RANK"] != "0":
             joined()
 
-    three = attempt(body, 3, init=False, timeout=25, env={**QUICK, "MASTER_ADDR": "head-node"}, rank_env=ONE)
-    refused(three[1:], "rank 0 on head-node", kind="DistBackendError")
+    return attempt(body, 3, init=False, timeout=25, env={**QUICK, "MASTER_ADDR": "head-node"}, rank_env=ONE)
 
 
-def test_two_ranks_with_one_number() -> None:
+def test_rank_0_that_never_comes(lacking: servers.Jobs) -> None:
+    refused(lacking.ended("no rank 0")[1:], "rank 0 on head-node", kind="DistBackendError")
+
+
+def twins(layout: str) -> list[End]:
     """Rank 2 believes that it is rank 1."""
 
     def body() -> None:
@@ -210,14 +257,15 @@ def test_two_ranks_with_one_number() -> None:
             harness.BACKEND, store=store, rank=min(rank, 1), world_size=3, timeout=timedelta(seconds=SECONDS)
         )
 
-    def job(layout: str) -> list[End]:
-        return attempt(body, 3, init=False, timeout=25, env=QUICK, rank_env=LAYOUTS[layout])
-
-    for _, three in in_layouts(job):
-        refused(three, "rank 1 announced twice")
+    return attempt(body, 3, init=False, timeout=25, env=QUICK, rank_env=LAYOUTS[layout])
 
 
-def test_differing_world_sizes() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_with_one_number(layout: str, confused: servers.Jobs) -> None:
+    refused(confused.ended(f"twins, {layout}"), "rank 1 announced twice")
+
+
+def differing_sizes(layout: str) -> list[End]:
     """Rank 1 believes in four ranks, the others in three."""
 
     def body() -> None:
@@ -228,11 +276,12 @@ def test_differing_world_sizes() -> None:
             harness.BACKEND, store=store, rank=rank, world_size=int(size), timeout=timedelta(seconds=SECONDS)
         )
 
-    def job(layout: str) -> list[End]:
-        return attempt(body, 3, init=False, timeout=25, env=QUICK, rank_env=LAYOUTS[layout])
+    return attempt(body, 3, init=False, timeout=25, env=QUICK, rank_env=LAYOUTS[layout])
 
-    for _, three in in_layouts(job):
-        refused(three, "4", "3")
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_differing_world_sizes(layout: str, confused: servers.Jobs) -> None:
+    refused(confused.ended(f"sizes, {layout}"), "4", "3")
 
 
 def test_rank_of_an_earlier_epoch() -> None:
@@ -274,13 +323,12 @@ def test_launcher_that_says_otherwise() -> None:
     refused(two, "RANK=", "rank of init_process_group=", kind="ValueError")
 
 
-def test_launchers_that_contradict_each_other() -> None:
-    refused(
-        ends("one host", {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ranks=2)[:1],
-        "RANK",
-        "SLURM_PROCID",
-        kind="ValueError",
-    )
+def contradicting_launchers() -> list[End]:
+    return ends("one host", {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ranks=2)
+
+
+def test_launchers_that_contradict_each_other(confused: servers.Jobs) -> None:
+    refused(confused.ended("launchers")[:1], "RANK", "SLURM_PROCID", kind="ValueError")
 
 
 @pytest.mark.parametrize(

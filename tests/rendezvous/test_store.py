@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import podring
 import pytest
@@ -28,6 +28,7 @@ from tests.rendezvous import servers
 from tests.rendezvous.coordinator import certificates
 from tests.rendezvous.servers import HOST, AnyStore, Server, server
 
+T = TypeVar("T")
 KINDS = ["tcp", "podring", "tcp-prefix", "podring-prefix"]
 SHORT = timedelta(milliseconds=200)
 # What a loaded machine may add to a bound.
@@ -86,6 +87,12 @@ def fails(kind: type[Exception], act: Callable[[], object], within: float) -> st
         act()
     assert time.monotonic() - began < within
     return str(caught.value)
+
+
+def together(*acts: Callable[[], T]) -> list[T]:
+    """What each returned; all at once, each in a thread."""
+    with ThreadPoolExecutor(len(acts)) as pool:
+        return [one.result() for one in [pool.submit(act) for act in acts]]
 
 
 @pytest.mark.parametrize("value", [b"text", b"", bytes(range(256)), b"\x00", "grüße".encode()])
@@ -364,8 +371,11 @@ def test_a_server_that_dies(kind: str) -> None:
             time.sleep(0.2)
             one.kill()
             waiting.result(SLACK * 2)
-        for act in (lambda: store.get("k"), lambda: store.add("n", 1), lambda: store.wait(["k"], SHORT)):
-            fails(dist.DistError, act, 2 + SLACK)
+        together(
+            lambda: fails(dist.DistError, lambda: store.get("k"), 2 + SLACK),
+            lambda: fails(dist.DistError, lambda: store.add("n", 1), 2 + SLACK),
+            lambda: fails(dist.DistError, lambda: store.wait(["k"], SHORT), 2 + SLACK),
+        )
         fails(dist.DistNetworkError, lambda: one.client(1), 1 + SLACK)
 
 
@@ -416,8 +426,8 @@ def test_a_value_too_many(ours: Server) -> None:
 def test_a_death_is_named(ours: Server) -> None:
     store = ours.client(1)
     ours.kill()
-    for act in (lambda: store.set("k", "v"), lambda: store.get("k"), lambda: store.multi_set(["a"], ["b"])):
-        text = fails(dist.DistNetworkError, act, 1 + SLACK)
+    acts = (lambda: store.set("k", "v"), lambda: store.get("k"), lambda: store.multi_set(["a"], ["b"]))
+    for text in together(*(functools.partial(fails, dist.DistNetworkError, act, 1 + SLACK) for act in acts)):
         assert f"{HOST}:{ours.port}" in text and "lost the coordinator" in text
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from tests import harness
+from tests import harness, processes
 from tests.rendezvous import servers
 from tests.rendezvous.servers import HOST, server
 
@@ -31,12 +32,13 @@ class Job:
         self, directory: Path, endpoint: str, nnodes: str, conf: str = CONF, env: dict[str, str] | None = None
     ):
         self.directory, self.endpoint, self.nnodes, self.conf, self.env = directory, endpoint, nnodes, conf, env or {}
-        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.agents: dict[str, processes.Rank] = {}
         self.until = time.monotonic() + LIMIT
 
-    def start(self, agent: str, conf: str = "") -> None:
-        """Starts an agent with one worker."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "podring"]
+    def start(self, agent: str, conf: str = "", program: bool = False) -> None:
+        """Starts an agent with one worker: torchrun's main function in a forked process, where torch is loaded already,
+        or the program itself."""
+        command = ["--rdzv-backend", "podring"]
         command += ["--rdzv-endpoint", self.endpoint, "--rdzv-id", "job", "--rdzv-conf", self.conf + conf]
         command += [
             "--nnodes",
@@ -49,18 +51,22 @@ class Job:
             "0.2",
         ]
         command += [str(harness.PROGRAMS / "elastic.py"), harness.BACKEND, str(self.directory)]
-        env = {**os.environ, "AGENT": agent, "OMP_NUM_THREADS": "1", **self.env}
-        with open(self.directory / f"{agent}.log", "ab") as log:
-            self.agents[agent] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
-            )
+        env = {"AGENT": agent, "OMP_NUM_THREADS": "1", **self.env}
+
+        def main(_: processes.Connection) -> None:
+            faulthandler.cancel_dump_traceback_later()
+            os.environ.update(env)
+            if program:
+                os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command])
+            torchrun.main(command)
+
+        self.agents[agent] = processes.fork(main, self.directory / f"{agent}.log", LIMIT)
 
     def kill(self, agent: str) -> None:
         """Ends an agent and its worker as the loss of their host would."""
         pid = self.directory / f"{agent}.pid"
         worker = int(pid.read_text()) if pid.exists() else None
-        self.agents[agent].kill()
-        self.agents[agent].wait(10)
+        processes.kill(self.agents[agent])
         if worker is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
@@ -74,11 +80,9 @@ class Job:
 
     def end(self, agent: str) -> None:
         """The agent must end well."""
-        try:
-            code = self.agents[agent].wait(max(1.0, self.until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            code = None
-        assert code == 0, f"{agent}: exit code {code}\n{self.report()}"
+        process = self.agents[agent]
+        self.wait(f"{agent}'s end", lambda: processes.collect(process))
+        assert process.exit_code == 0, f"{agent}: exit code {process.exit_code}\n{self.report()}"
 
     def lives(self) -> list[list[str]]:
         """agent, rank, world size, first step, store: a line per life of a worker."""
@@ -103,7 +107,7 @@ def job(directory: Path, endpoint: str, nnodes: str, env: dict[str, str] | None 
         yield running
     finally:
         for agent, process in running.agents.items():
-            if process.poll() is None:
+            if not processes.collect(process):
                 running.kill(agent)
 
 
@@ -137,7 +141,7 @@ def test_an_agent_is_killed_and_comes_back(tmp_path: Path) -> None:
     (tmp_path / "hold").touch()
     with job(tmp_path, f"{HOST}:{harness.free_port()}", "1:2") as running:
         # The coordinator is the first agent's: the one that lives on. The other waits for it.
-        running.start("a")
+        running.start("a", program=True)
         running.start("b", ",is_host=0")
         running.wait("the hold of two", lambda: running.held("a") == "2" == running.held("b"))
         running.kill("b")

@@ -6,8 +6,10 @@ import functools
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -124,18 +126,42 @@ def test_death_is_told_by_name(victim: int) -> None:
             assert end.seconds < SOON, layout + report(ends)
 
 
-def test_silence_is_told_by_name() -> None:
-    """A rank that is stopped, on a host of its own, with no link to anybody."""
-    ends = killed(2, ALONE, signal.SIGSTOP)
+@pytest.fixture(scope="module")
+def long() -> Iterator[servers.Jobs]:
+    """Jobs that mostly wait, all at once."""
+    with servers.jobs(
+        {
+            "silence, a host of its own": lambda: killed(2, ALONE, signal.SIGSTOP),
+            "silence, rank 0's host": lambda: killed(2, ONE, signal.SIGSTOP),
+            "silence, another host": lambda: killed(3, PAIRS, signal.SIGSTOP),
+            "forked child, one host": lambda: killed_with_a_child(ONE),
+            "forked child, hosts of their own": lambda: killed_with_a_child(ALONE),
+            "restart": coordinator_killed_and_restarted,
+            "gone": coordinator_gone,
+        }
+    ) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        ("a host of its own", r"lost rank 2 on host host2\b"),
+        ("rank 0's host", r"lost rank 2 on host \S+: silent"),
+        ("another host", r"lost rank 3 on host host1\b"),
+    ],
+)
+def test_silence_is_told_by_name(where: str, named: str, long: servers.Jobs) -> None:
+    """A rank that is stopped, with no link to anybody, and shares its host with others or doesn't."""
+    ends = long.ended(f"silence, {where}")
+    assert len(ends) == 3
     for end in ends:
         assert end.error is not None and end.error.is_a("DistBackendError"), report(ends)
-        assert "lost rank 2 on host host2" in end.error.message and "silent" in end.error.message, report(ends)
+        assert re.search(named, end.error.message) and "silent" in end.error.message, report(ends)
         assert end.seconds < SOON + 2, report(ends)
 
 
-def test_death_of_a_rank_with_a_forked_child() -> None:
-    """The child holds none of the rank's connections."""
-
+def killed_with_a_child(layout: harness.RankEnv) -> list[End]:
     def body() -> float:
         if dist.get_rank() == 1:
             if os.fork() == 0:
@@ -145,11 +171,17 @@ def test_death_of_a_rank_with_a_forked_child() -> None:
         time.sleep(1)
         return total()
 
-    for layout in (ONE, ALONE):
-        ends = [end for end in attempt(body, 3, op_timeout=30, timeout=20, env=QUICK, rank_env=layout) if end.rank != 1]
-        for end in ends:
-            assert end.error is not None and "lost rank 1" in end.error.message, report(ends)
-            assert end.seconds < SOON, report(ends)
+    ends = attempt(body, 3, op_timeout=30, timeout=20, env=QUICK, rank_env=layout)
+    return [end for end in ends if end.rank != 1]
+
+
+@pytest.mark.parametrize("layout", ["one host", "hosts of their own"])
+def test_death_of_a_rank_with_a_forked_child(layout: str, long: servers.Jobs) -> None:
+    """The child holds none of the rank's connections."""
+    ends = long.ended(f"forked child, {layout}")
+    for end in ends:
+        assert end.error is not None and "lost rank 1" in end.error.message, report(ends)
+        assert end.seconds < SOON, report(ends)
 
 
 @pytest.mark.parametrize("layout", ["one host", "two hosts"])
@@ -171,23 +203,39 @@ def test_ranks_may_leave_one_after_another(layout: str) -> None:
     assert run(body, 4, rank_env=LAYOUTS[layout], env=QUICK) == [4.0, 5.0, 4.0, 5.0]
 
 
-def test_coordinator_is_killed_and_comes_back() -> None:
-    """The job goes on meanwhile; afterwards a death is told again."""
-    with coordinator() as first:
+def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    """Waits for it."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def coordinator_killed_and_restarted() -> tuple[list[End], int]:
+    """The ends, and how many connections the second coordinator had when the hosts were back."""
+    with coordinator() as first, tempfile.TemporaryDirectory() as directory:
         restarted: list[Coordinator] = []
+        back = Path(directory) / "back"
 
         def restart() -> None:
-            time.sleep(1.5)
+            until(lambda: first.connections() == 2)
+            time.sleep(0.5)
             first.kill()
             time.sleep(0.5)
             restarted.append(Coordinator(bind=first.address))
+            until(lambda: restarted[0].connections() == 2)
+            # They announce themselves.
+            time.sleep(0.5)
+            back.touch()
 
         def body() -> tuple[float, str]:
-            end = time.monotonic() + 4.5
-            value = 0.0
-            while time.monotonic() < end:
-                value = total()
-                time.sleep(0.1)
+            # What all have seen by the same call: nobody goes in once more alone.
+            seen = torch.zeros(2)
+            while seen[1] < dist.get_world_size():
+                seen = torch.tensor([1.0, float(back.exists())])
+                dist.all_reduce(seen)
+                time.sleep(0.05)
+            value = seen[0].item()
             if dist.get_rank() == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1)
@@ -200,15 +248,22 @@ def test_coordinator_is_killed_and_comes_back() -> None:
         env = {**QUICK, "PODRING_COORDINATOR": first.address}
         ends = attempt(body, 4, op_timeout=20, timeout=30, env=env, rank_env=PAIRS)
         thread.join()
-        assert restarted[0].connections() <= 2
+        connections = restarted[0].connections()
         restarted[0].close()
+        return ends, connections
+
+
+def test_coordinator_is_killed_and_comes_back(long: servers.Jobs) -> None:
+    """The job goes on meanwhile; afterwards a death is told again."""
+    ends, connections = long.ended("restart")
+    assert connections <= 2
     for end in ends:
         if end.rank != 2:
             assert end.returned, report(ends)
             assert end.value[0] == 4.0 and "lost rank 2" in end.value[1], end.value
 
 
-def test_coordinator_that_stays_away_ends_nothing() -> None:
+def coordinator_gone() -> list[float]:
     with coordinator() as standing:
 
         def body() -> float:
@@ -219,7 +274,11 @@ def test_coordinator_that_stays_away_ends_nothing() -> None:
             return total()
 
         env = {**QUICK, "PODRING_COORDINATOR": standing.address}
-        assert run(body, 3, env=env, rank_env=ALONE) == [3.0] * 3
+        return run(body, 3, env=env, rank_env=ALONE)
+
+
+def test_coordinator_that_stays_away_ends_nothing(long: servers.Jobs) -> None:
+    assert long.ended("gone") == [3.0] * 3
 
 
 def resources() -> tuple[int, list[str], int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import sys
@@ -552,6 +553,35 @@ def compiled_but_split() -> None:
             same(torch.compile(between)(tensor.to(TPU)), between(tensor))
     finally:
         _graphs._with_twins = whole
+
+
+@scenario
+def twins_end_with_their_groups() -> None:
+    from podring import _graphs
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    names: list[str] = []
+    kept: Any = None
+    for _ in range(1000 if os.environ.get("PODRING_VCHIP_ALL") else 50):
+        group: Any = dist.new_group(list(range(WORLD)))
+        twin = _graphs._twin(group.group_name)
+        assert _graphs._twin(group.group_name) is twin and _graphs._twins[group] is twin
+        names.append(twin.group_name)
+        kept = kept or group
+        dist.destroy_process_group(group)
+    # One is still held by somebody, a compiled graph perhaps, and the last one by nobody.
+    del group, twin
+    gc.collect()
+    assert len(set(names)) == len(names), names
+    whole = _graphs._twin(world().group_name)
+    assert list(_graphs._twins.values()) == [whole], dict(_graphs._twins)
+    for name in names:
+        try:
+            _resolve_process_group(name)
+        except RuntimeError:
+            continue
+        raise AssertionError(f"{name} is still there")
+    assert kept is not None
 
 
 # Training, against one process with the whole batch on the CPU.

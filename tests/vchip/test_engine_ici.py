@@ -93,8 +93,13 @@ def test_what_runs_as_a_program_is_counted(tmp_path: Path) -> None:
         assert launched(batch) == 1
         assert one.cpu().tolist() == [40.0] * 1000 and out.cpu().tolist() == [40.0] * 4000
         assert launched(lambda: dist.barrier(device_ids=[0])) == 1
+        # Each program was compiled by one rank, and the others have it from that one.
+        _, compiled, received = _core.engine_counts()
+        programs = compiled + received
+        counts = torch.tensor([compiled, received, _core.program_counts()["loaded"]])
+        dist.all_reduce(counts)
+        assert programs >= 4 and counts.tolist() == [programs, 3 * programs, 3 * programs], (programs, counts)
         # The same program again: nothing is compiled.
-        compiled = _core.engine_counts()[1]
         assert launched(lambda: [dist.all_reduce(one) for _ in range(5)]) == 5
         assert _core.engine_counts()[1] == compiled
         # Tensors of the host's memory, barriers and messages go over the fabric.
@@ -124,23 +129,8 @@ def test_what_runs_as_a_program_is_counted(tmp_path: Path) -> None:
         # And once more, from the beginning.
         dist.init_process_group("tpu")
         assert launched(lambda: dist.all_reduce(one)) == 1
-        dist.destroy_process_group()
-        print("FINE", rank, flush=True)
-        """,
-    )
-    done = jobs.podring("run", "--slice", "v5e:2x2", str(program), PODRING_ENGINE="ici")
-    assert done.code == 0 and done.output.count("FINE") == 4, done.output[-6000:]
-
-
-def test_a_call_returns_before_the_others_have_come(tmp_path: Path) -> None:
-    program = script(
-        tmp_path,
-        """
-        import torch, torch.distributed as dist
-        dist.init_process_group("tpu")
-        rank = dist.get_rank()
+        # A call returns before the others have come.
         one = torch.ones(1000, device="tpu")
-        dist.all_reduce(one)
         if rank == 1:
             time.sleep(1.0)
         begin = time.monotonic()
@@ -152,6 +142,7 @@ def test_a_call_returns_before_the_others_have_come(tmp_path: Path) -> None:
         assert one.cpu().tolist() == [4.0] * 1000
         if rank == 0:
             assert called < 0.5 and not ended and waited > 0.5, (called, ended, waited)
+        os.write(1, f"FINE {rank}\\n".encode())
         # A deadline, and who has not come.
         dist.barrier()
         if rank == 0:
@@ -160,15 +151,58 @@ def test_a_call_returns_before_the_others_have_come(tmp_path: Path) -> None:
             try:
                 dist.all_reduce(one)
             except dist.DistBackendError as error:
-                assert "waiting on rank 1" in str(error) and "all_reduce" in str(error), error
-                print("FINE", flush=True)
+                assert "waiting on ranks 1, 2, 3" in str(error) and "all_reduce" in str(error), error
+                os.write(1, b"LATE\\n")
         else:
             time.sleep(2.0)
         os._exit(0)
         """,
     )
-    done = jobs.podring("run", "--slice", "v5e:1x2", str(program), PODRING_ENGINE="ici")
-    assert "FINE" in done.output, done.output[-6000:]
+    output = jobs.podring("run", "--slice", "v5e:2x2", str(program), PODRING_ENGINE="ici").output
+    assert output.count("FINE") == 4 and output.count("LATE") == 1, output[-6000:]
+
+
+def test_two_slices(tmp_path: Path) -> None:
+    # Programs inside of a slice, the fabric between them, through the real torch_tpu.
+    program = script(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        from podring import _core
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        dist.init_process_group("tpu")
+        rank = dist.get_rank()
+        one = torch.full((1000,), float(rank + 1), device="tpu")
+        before = _core.engine_counts()[0]
+        dist.all_reduce(one)
+        assert one.cpu().tolist() == [10.0] * 1000
+        # A reduce-scatter and an all-gather.
+        assert _core.engine_counts()[0] == before + 2
+        # Of each slice, and of the first chips of both.
+        mesh = init_device_mesh("tpu", (2, 2), mesh_dim_names=("slice", "chip"))
+        for name, total in (("chip", [1, 1, 5, 5]), ("slice", [2, 4, 2, 4])):
+            mine = torch.full((7,), float(rank), device="tpu")
+            dist.all_reduce(mine, group=mesh.get_group(name))
+            assert mine.cpu().tolist() == [float(total[rank])] * 7, (name, mine)
+
+        def model():
+            torch.manual_seed(0)
+            return torch.nn.Linear(16, 16)
+
+        sharded, whole = model().to("tpu"), model()
+        fully_shard(sharded, mesh=mesh)  # Sharded within a slice, copied between them.
+        batches = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(1))
+        sharded(batches[rank].to("tpu")).pow(2).mean().backward()
+        whole(batches).pow(2).mean().backward()
+        for got, expected in zip(sharded.parameters(), whole.parameters()):
+            torch.testing.assert_close(got.grad.full_tensor().cpu(), expected.grad, rtol=1e-4, atol=1e-5)
+        dist.destroy_process_group()
+        os.write(1, f"FINE {rank}\\n".encode())
+        """,
+    )
+    done = jobs.podring("run", "--slice", "v5e:1x2*2", str(program), PODRING_ENGINE="ici")
+    assert done.code == 0 and done.output.count("FINE") == 4, done.output[-6000:]
 
 
 def test_a_rank_killed_inside_a_program_is_named(tmp_path: Path) -> None:

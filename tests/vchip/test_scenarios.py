@@ -24,6 +24,7 @@ COLLECTIVES = [
     "functional_eager",
     "compiled_collectives",
     "compiled_but_split",
+    "twins_end_with_their_groups",
     "device_facts",
 ]
 TRAINING = [
@@ -47,6 +48,7 @@ FEW = [
     "aliases_keep_their_values",
     "asynchronous",
     "compiled_collectives",
+    "twins_end_with_their_groups",
     "device_facts",
     "ddp",
     "checkpoint",

@@ -145,6 +145,7 @@ impl ProcessGroup {
                     whole: global_ranks.is_none(),
                     world: &world,
                     epoch,
+                    store: &store,
                 });
                 let engine = opened.inspect_err(|_| process.hub.close(id))?;
                 if let Some(engine) = &engine {

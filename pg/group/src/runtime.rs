@@ -9,7 +9,7 @@ use podring_fabric::fork;
 use podring_fabric::hub::{self, Hub};
 use rustc_hash::FxHashMap;
 
-use crate::engine::{Devices, Engine, Hardware};
+use crate::engine::{Devices, Engine, Hardware, Line};
 use crate::error::Error;
 use crate::watchdog::Watchdog;
 use crate::world::Current;
@@ -28,6 +28,8 @@ pub(crate) struct Process {
     pub devices: Option<Hardware>,
     /// Device engines by their group's channel.
     pub engines: Mutex<Vec<(u64, Weak<dyn Engine>)>>,
+    /// For operations on this process's chip, in a job of several slices.
+    pub line: Arc<Line>,
     generation: u32,
 }
 
@@ -57,6 +59,7 @@ impl Runtime {
             epochs: Mutex::new(FxHashMap::default()),
             devices,
             engines: Mutex::new(Vec::new()),
+            line: Arc::default(),
             generation: fork::generation(),
         })))
     }

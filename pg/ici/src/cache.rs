@@ -183,8 +183,17 @@ pub trait Share: Send + Sync {
     fn claim(&self, key: &str) -> Result<bool, String>;
     /// Hands a program to the others; none if there is none to hand.
     fn publish(&self, key: &str, program: Option<&[u8]>) -> Result<(), String>;
-    /// Waits, for a bounded time, for what another machine publishes.
-    fn fetch(&self, key: &str) -> Result<Fetched, String>;
+    /// Waits for what another machine publishes: for a bounded time, and as long as `go_on` says so.
+    fn fetch(&self, key: &str, go_on: &dyn Fn() -> bool) -> Result<Fetched, String>;
+}
+
+/// A place to share at, and whether to wait for others there any longer.
+#[derive(Clone, Copy)]
+pub struct Shared<'a> {
+    /// The place.
+    pub share: &'a dyn Share,
+    /// Asked now and then.
+    pub go_on: &'a dyn Fn() -> bool,
 }
 
 /// What a compiled program is known by.
@@ -264,6 +273,15 @@ impl Cache {
         self
     }
 
+    /// For devices that are no others than those of this name: what is compiled for one slice is of no use on another.
+    pub fn within(mut self, devices: &str) -> Cache {
+        for identity in [&mut self.plugin, &mut self.anywhere] {
+            identity.extend_from_slice(b"\0on\0");
+            identity.extend_from_slice(devices.as_bytes());
+        }
+        self
+    }
+
     /// How programs were come by so far.
     pub fn counts(&self) -> Counts {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
@@ -278,6 +296,16 @@ impl Cache {
 
     /// The program on these devices. Compiled once however many threads ask: the others wait for the first.
     pub fn get(&self, program: &Program, devices: &[i64]) -> Result<Arc<Loaded>, PjrtError> {
+        self.get_with(program, devices, self.share.as_deref().map(|share| Shared { share, go_on: &|| true }))
+    }
+
+    /// The same, shared with others than those that this cache was made with.
+    pub fn get_with(
+        &self,
+        program: &Program,
+        devices: &[i64],
+        shared: Option<Shared>,
+    ) -> Result<Arc<Loaded>, PjrtError> {
         let key = key(&self.plugin, program, devices);
         let slot = self.memory.lock().entry(key).or_default().clone();
         let mut slot = slot.lock();
@@ -287,15 +315,15 @@ impl Cache {
         }
         let loaded = match self.on_disk(&key) {
             Some(loaded) => loaded,
-            None => match self.turn(program, devices) {
+            None => match self.turn(program, devices, shared) {
                 Turn::Received(loaded, bytes) => {
                     self.keep(&key, &bytes);
                     *loaded
                 }
-                Turn::Mine(shared) => {
+                Turn::Mine(claimed) => {
                     let compiled = self.compile(program, devices);
-                    let bytes = compiled.as_ref().ok().and_then(|loaded| self.save(&key, loaded, shared.is_some()));
-                    if let (Some(share), Some(name)) = (&self.share, &shared)
+                    let bytes = compiled.as_ref().ok().and_then(|loaded| self.save(&key, loaded, claimed.is_some()));
+                    if let (Some(Shared { share, .. }), Some(name)) = (shared, &claimed)
                         && let Err(error) = share.publish(name, bytes.as_deref().map(wrap).as_deref())
                     {
                         tracing::warn!(error, "a compiled program was not shared");
@@ -354,8 +382,8 @@ impl Cache {
     }
 
     /// Another machine's program, or this one's turn to compile it (with the name to publish it under, if any).
-    fn turn(&self, program: &Program, devices: &[i64]) -> Turn {
-        let Some(share) = &self.share else { return Turn::Mine(None) };
+    fn turn(&self, program: &Program, devices: &[i64], shared: Option<Shared>) -> Turn {
+        let Some(Shared { share, go_on }) = shared else { return Turn::Mine(None) };
         let name = key(&self.anywhere, program, devices).to_string();
         let alone = |what: &str| {
             tracing::warn!("a program is compiled here, though another machine was to do it: {what}");
@@ -366,7 +394,7 @@ impl Cache {
             Ok(false) => {}
             Err(error) => return alone(&error),
         }
-        let bytes = match share.fetch(&name) {
+        let bytes = match share.fetch(&name, go_on) {
             Ok(Fetched::Program(bytes)) => bytes,
             Ok(Fetched::Failed) => return alone("it could not"),
             Ok(Fetched::Late) => return alone("it has not in time"),

@@ -105,16 +105,21 @@ pub enum InterposeError {
         /// What is wrong.
         reason: &'static str,
     },
-    /// Compiled programs of a virtual slice can be neither saved nor loaded.
-    #[error(
-        "{function} is not to be had on the virtual slice {slice}: a program compiled for one virtual chip runs on \
-         no other"
-    )]
-    NotShared {
+    /// A program of a virtual slice that can't be saved.
+    #[error("{function} is not to be had on the virtual slice {slice} for {why}")]
+    NotSaved {
         /// The function.
         function: &'static str,
         /// The slice.
         slice: String,
+        /// Which program.
+        why: &'static str,
+    },
+    /// Bytes that are no saved program.
+    #[error("the compiled program can't be loaded: {reason}")]
+    Saved {
+        /// What is wrong.
+        reason: String,
     },
     /// No framework has created a client through this plugin.
     #[error("there is no client of a virtual slice in this process")]
@@ -166,10 +171,11 @@ impl InterposeError {
             | InterposeError::TooManyRanks { .. }
             | InterposeError::RankBeyondWorld { .. }
             | InterposeError::ShortArguments { .. }
-            | InterposeError::Options { .. } => 3,
+            | InterposeError::Options { .. }
+            | InterposeError::Saved { .. } => 3,
             InterposeError::NoSuchDevice { .. } => 5,
             InterposeError::SecondClient { .. } | InterposeError::NoClient | InterposeError::NoWorld => 9,
-            InterposeError::NotShared { .. }
+            InterposeError::NotSaved { .. }
             | InterposeError::Layout
             | InterposeError::Element { .. }
             | InterposeError::Program { .. } => 12,

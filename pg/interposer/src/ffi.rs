@@ -7,26 +7,28 @@
 use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicI32, AtomicI64, Ordering};
-use std::sync::{Arc, LazyLock, OnceLock};
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, LazyLock, OnceLock, Weak};
 
 use parking_lot::{Mutex, RwLock};
 use podring_ici::engine::{Launching, launching};
+use sha2::{Digest as _, Sha256};
 
 use crate::error::InterposeError;
 use crate::meet::meet;
-use crate::step::Step;
+use crate::rewrite::Call;
+use crate::step::{Mesh, Step};
 use crate::sys::{ExtensionBase, Opaque};
 use crate::table::Interposed;
 
 /// The function's name in programs.
 pub const TARGET: &str = "podring.collective";
-/// Its attribute: which of [`STEPS`] it is.
+/// Its attribute: which of [`CALLS`] it is.
 pub const INDEX: &str = "index";
 
-/// A collective of a program, and this process's rank.
+/// A call of a program, and this process's rank.
 struct Placed {
-    step: Step,
+    call: Call,
     rank: u32,
     launch: Launch,
 }
@@ -34,51 +36,92 @@ struct Placed {
 /// The launch that a program runs in, for its calls, which come on other threads.
 type Launch = Arc<Mutex<Option<Arc<Launching>>>>;
 
-static STEPS: LazyLock<RwLock<HashMap<i64, Arc<Placed>>>> = LazyLock::new(RwLock::default);
-static NEXT: AtomicI64 = AtomicI64::new(1);
+static CALLS: LazyLock<RwLock<HashMap<i64, Arc<Placed>>>> = LazyLock::new(RwLock::default);
+static PROGRAMS: LazyLock<Mutex<HashMap<i64, Weak<Numbered>>>> = LazyLock::new(Mutex::default);
 
-/// The collectives of one program: callable by their numbers until this is dropped.
-pub struct Callable {
-    numbers: std::ops::Range<i64>,
+/// What one program calls: callable by its numbers until this is dropped.
+///
+/// The numbers stand in the compiled program, which other ranks may have loaded from this one's bytes. So they follow
+/// from the program, and whoever loads it twice has it once.
+pub struct Callable(Arc<Numbered>);
+
+struct Numbered {
+    first: i64,
+    calls: Vec<Call>,
     launch: Launch,
+    /// Held while it runs: its calls find the launch by the program.
+    running: Mutex<()>,
 }
 
+/// Calls of one program.
+const MOST: usize = 1 << 16;
+
 impl Callable {
-    /// Numbers for as many collectives; what they are comes with [`Callable::fill`].
-    pub fn reserve(count: usize) -> Callable {
-        let first = NEXT.fetch_add(count as i64, Ordering::Relaxed);
-        Callable { numbers: first..first + count as i64, launch: Launch::default() }
+    /// The number of a program's first call; the others follow.
+    pub fn first(module: &[u8], mesh: &Mesh) -> i64 {
+        let mut hash = Sha256::new();
+        for number in [mesh.replicas, mesh.partitions] {
+            hash.update((number as u64).to_le_bytes());
+        }
+        mesh.ranks.iter().for_each(|rank| hash.update(rank.to_le_bytes()));
+        hash.update(module);
+        let digest = hash.finalize();
+        let head = digest.iter().take(8).fold(0u64, |number, &byte| number << 8 | u64::from(byte));
+        (head >> 1) as i64 & -(MOST as i64)
     }
 
-    /// The first number.
-    pub fn first(&self) -> i64 {
-        self.numbers.start
+    /// The calls of a program, in the order of their numbers.
+    pub fn new(first: i64, calls: Vec<Call>, rank: u32) -> Result<Callable, InterposeError> {
+        let failed = |why: String| InterposeError::Failed { what: "calls out of a program", why };
+        if calls.len() > MOST {
+            return Err(failed(format!("expected at most {MOST}, got {}", calls.len())));
+        }
+        let mut programs = PROGRAMS.lock();
+        if let Some(known) = programs.get(&first).and_then(Weak::upgrade) {
+            // Its end may be here.
+            drop(programs);
+            // Else two programs have one digest.
+            return if known.calls == calls {
+                Ok(Callable(known))
+            } else {
+                Err(failed("their numbers are taken".into()))
+            };
+        }
+        let launch = Launch::default();
+        let placed = |call: &Call| Arc::new(Placed { call: call.clone(), rank, launch: launch.clone() });
+        CALLS.write().extend((first..).zip(calls.iter().map(placed)));
+        let numbered = Arc::new(Numbered { first, calls, launch, running: Mutex::default() });
+        programs.insert(first, Arc::downgrade(&numbered));
+        Ok(Callable(numbered))
     }
 
-    /// How many.
-    pub fn count(&self) -> usize {
-        (self.numbers.end - self.numbers.start) as usize
-    }
-
-    /// Says what they are, in order.
-    pub fn fill(&self, steps: Vec<Step>, rank: u32) {
-        let placed = steps.into_iter().map(|step| Arc::new(Placed { step, rank, launch: self.launch.clone() }));
-        STEPS.write().extend(self.numbers.clone().zip(placed));
+    /// The collectives among them.
+    pub fn collectives(&self) -> impl Iterator<Item = &Step> {
+        self.0.calls.iter().filter_map(|call| match call {
+            Call::Collective(step) => Some(step),
+            Call::Place(_) => None,
+        })
     }
 
     /// Runs `act`, which runs the program, as the launch that this thread is in.
     pub fn during<R>(&self, act: impl FnOnce() -> R) -> R {
-        *self.launch.lock() = launching();
+        let _alone = self.0.running.lock();
+        *self.0.launch.lock() = launching();
         let result = act();
-        *self.launch.lock() = None;
+        *self.0.launch.lock() = None;
         result
     }
 }
 
-impl Drop for Callable {
+impl Drop for Numbered {
     fn drop(&mut self) {
-        let mut steps = STEPS.write();
-        self.numbers.clone().for_each(|index| drop(steps.remove(&index)));
+        let mut programs = PROGRAMS.lock();
+        // Loaded anew meanwhile: then the numbers are another's.
+        if programs.get(&self.first).is_some_and(|known| known.strong_count() == 0) {
+            programs.remove(&self.first);
+            let mut known = CALLS.write();
+            (self.first..).take(self.calls.len()).for_each(|index| drop(known.remove(&index)));
+        }
     }
 }
 
@@ -328,13 +371,22 @@ unsafe fn execute(frame: &Frame) -> Result<(), InterposeError> {
     let (index, arguments, results) =
         unsafe { (number(&frame.attributes), places(&frame.arguments), places(&frame.results)) };
     let index = index.ok_or_else(|| failed("the call has no number"))?;
-    let placed = STEPS.read().get(&index).cloned().ok_or_else(|| failed("the program is destroyed"))?;
-    let (inputs, outputs) = (placed.step.inputs.len(), placed.step.outputs.len());
+    let placed = CALLS.read().get(&index).cloned().ok_or_else(|| failed("the program is destroyed"))?;
+    let step = match &placed.call {
+        Call::Collective(step) => step,
+        Call::Place(number) => {
+            let Some(&result) = results.first() else { return Err(failed("the call has no result")) };
+            // SAFETY: the memory of the call's result, one number of 32 bits; XLA aligns its buffers.
+            unsafe { result.cast::<u32>().write(*number) };
+            return Ok(());
+        }
+    };
+    let (inputs, outputs) = (step.inputs.len(), step.outputs.len());
     // Behind both there may be the value that orders the calls.
     match (arguments.get(..inputs), results.get(..outputs)) {
         (Some(arguments), Some(results)) => {
             let launch = placed.launch.lock().clone();
-            meet(placed.rank, &placed.step, arguments, results, launch.as_deref())
+            meet(placed.rank, step, arguments, results, launch.as_deref())
         }
         _ => Err(failed("the call has too few arguments or results")),
     }
@@ -375,5 +427,27 @@ mod tests {
         assert_eq!(std::mem::offset_of!(Frame, arguments), 40);
         assert_eq!(std::mem::offset_of!(Frame, attributes), 120);
         assert_eq!(std::mem::offset_of!(Buffer, data), 24);
+    }
+    #[test]
+    fn numbers_follow_from_the_program_and_go_with_its_last_holder() {
+        let mesh = Mesh { replicas: 1, partitions: 2, ranks: vec![0, 1] };
+        let first = Callable::first(b"module", &mesh);
+        assert!(first >= 0 && first % MOST as i64 == 0);
+        assert_eq!(first, Callable::first(b"module", &mesh));
+        assert_ne!(first, Callable::first(b"another", &mesh));
+        assert_ne!(first, Callable::first(b"module", &Mesh { ranks: vec![1, 0], ..mesh }));
+        let calls = vec![Call::Place(3), Call::Place(4)];
+        let known = |number: i64| CALLS.read().contains_key(&number);
+        let one = Callable::new(first, calls.clone(), 0).unwrap();
+        let two = Callable::new(first, calls, 0).unwrap();
+        assert!(Callable::new(first, vec![Call::Place(5)], 0).is_err());
+        drop(one);
+        assert!(known(first) && known(first + 1));
+        drop(two);
+        assert!(!known(first) && !known(first + 1) && !PROGRAMS.lock().contains_key(&first));
+        for _ in 0..1000 {
+            drop(Callable::new(first, vec![Call::Place(5)], 0).unwrap());
+        }
+        assert!(!known(first));
     }
 }

@@ -20,6 +20,7 @@ mod plan;
 mod presented;
 mod programs;
 mod rewrite;
+mod saved;
 mod settings;
 mod step;
 mod sys;

@@ -81,6 +81,21 @@ fn finish(work: &Work, group: &ProcessGroup, launch: Option<&Launching>) -> Resu
     }
 }
 
+/// Tells the others that this rank can't do its part in a collective, so that they don't wait for it.
+pub fn refuse(rank: u32, step: &Step, launched: bool, why: &str) {
+    let group = match &step.what {
+        What::Permute(_) => everybody(launched),
+        _ => match step.group_of(rank) {
+            Some((members, _)) => group_of(members, launched),
+            None => return,
+        },
+    };
+    // Without a group there is nobody to tell.
+    if let Ok(group) = group {
+        group.abort(&format!("rank {rank} of the job can't take part in a program: {why}"));
+    }
+}
+
 /// The collective itself, on the memory of its operands and results: returns when this rank's part is done.
 ///
 /// Within a launch of podring's own engine it takes no longer than that one may, and brings along what it says.
@@ -126,7 +141,9 @@ pub fn meet(
         finish(&work, &group, launch)
     };
     if step.what == What::Ragged {
-        return ragged(step, members.len(), inputs, outputs[0], &run);
+        let done = ragged(step, members.len(), inputs, outputs[0], &run);
+        // The first reason stands, so that what the group itself has failed of is not put otherwise.
+        return done.inspect_err(|error| refuse(rank, step, launch.is_some(), &error.to_string()));
     }
     match step.collective(members.len(), inputs, outputs) {
         Some(collective) => run(collective),
@@ -163,16 +180,16 @@ fn ragged(
     let rows = |array: &Array, data: *mut u8, starts: &[i64], sizes: &[i64]| {
         let row: i64 = array.dims[1..].iter().product();
         let block = |(&start, &size): (&i64, &i64)| {
-            let fits = start >= 0 && size >= 0 && start.checked_add(size).is_some_and(|end| end <= array.dims[0]);
-            let why = || failed(format!("{size} rows from {start} on don't lie within {:?}", array.dims));
+            if start < 0 || size < 0 || start.checked_add(size).is_none_or(|end| end > array.dims[0]) {
+                return Err(failed(format!("{size} rows from {start} on don't lie within {:?}", array.dims)));
+            }
             let offset = start as usize * row as usize * array.dtype.size();
-            let layout = Layout::flat(size as usize * row as usize);
-            if fits { Ok(Tensor { data: data.wrapping_add(offset), layout }) } else { Err(why()) }
+            Ok(Tensor { data: data.wrapping_add(offset), layout: Layout::flat(size as usize * row as usize) })
         };
         starts.iter().zip(sizes).map(block).collect::<Result<Vec<Tensor>, _>>().map(Blocks::list)
     };
     let (given, taken) = (&step.inputs[0], &step.outputs[0]);
-    // If this rank's don't fit it goes no further, and the others' exchange ends by its deadline.
+    // If this rank's don't fit it goes no further: the caller tells the others.
     let ins = rows(given, inputs[0], &from, &send)?;
     let outs = rows(taken, output, &at, &receive)?;
     exchange(given.dtype, ins, outs)

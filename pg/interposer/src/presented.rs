@@ -16,7 +16,7 @@ use crate::options;
 use crate::programs::Programs;
 use crate::settings::{Place, place};
 use crate::step::Mesh;
-use crate::sys::{self, Arguments, NamedValue, Opaque};
+use crate::sys::{self, NamedValue, Opaque};
 use crate::table::{Handler, Interposed};
 
 /// A client's slice.
@@ -68,6 +68,11 @@ impl Presented {
     /// The rank of a device or of a device's description.
     fn rank_of(&self, object: Opaque) -> Option<u32> {
         self.ranks.get(&(object as usize)).copied()
+    }
+
+    /// What errors call the slice.
+    pub fn name(&self) -> String {
+        self.slice.to_string()
     }
 
     /// libtpu's id of a rank's device.
@@ -278,18 +283,21 @@ handlers! {
         seen.programs.forget(args.executable);
         on.forward(args)
     }
+    Executable(args: sys::LoadedExecutableGetExecutable, on, seen) {
+        on.forward(args)?;
+        seen.programs.named(args.loaded, args.executable);
+        Ok(())
+    }
+    NameEnd(args: sys::ExecutableDestroy, on, seen) {
+        seen.programs.unnamed(args.executable);
+        on.forward(args)
+    }
     Serialize(args: sys::ExecutableSerialize, on, seen) {
-        let _ = (args, on);
-        Err(not_shared::<sys::ExecutableSerialize>(seen))
+        seen.programs.serialize(on, seen, args)
     }
     DeserializeAndLoad(args: sys::ExecutableDeserializeAndLoad, on, seen) {
-        let _ = (args, on);
-        Err(not_shared::<sys::ExecutableDeserializeAndLoad>(seen))
+        seen.programs.deserialize(on, seen, args)
     }
-}
-
-fn not_shared<A: Arguments>(seen: &Presented) -> Fault {
-    InterposeError::NotShared { function: A::NAME, slice: seen.slice.to_string() }.into()
 }
 
 /// The process's resident memory now and at its highest, bytes: what a virtual chip can say of its memory.

@@ -14,14 +14,15 @@ use prost::Message as _;
 use crate::error::{Fault, InterposeError};
 use crate::ffi::{self, Callable};
 use crate::hlo::Module;
-use crate::meet::meet;
+use crate::meet::{meet, refuse};
 use crate::memory;
 use crate::options;
 use crate::plan::{self, Plan, Program};
 use crate::presented::Presented;
-use crate::rewrite;
-use crate::step::{Array, Mesh};
-use crate::sys::{self, Opaque};
+use crate::rewrite::{self, Rewritten};
+use crate::saved::Saved;
+use crate::step::{Array, Mesh, Step};
+use crate::sys::{self, Arguments as _, Opaque};
 use crate::table::Interposed;
 use crate::wire::Fields;
 
@@ -61,9 +62,11 @@ pub struct Counts {
     pub inside: u64,
     /// Programs that were refused.
     pub refused: u64,
+    /// Programs that were not compiled here: of a file, or of another rank.
+    pub loaded: u64,
 }
 
-static COUNTS: Mutex<Counts> = Mutex::new(Counts { whole: 0, mixed: 0, inside: 0, refused: 0 });
+static COUNTS: Mutex<Counts> = Mutex::new(Counts { whole: 0, mixed: 0, inside: 0, refused: 0, loaded: 0 });
 
 /// What became of programs with collectives.
 pub fn counts() -> Counts {
@@ -71,16 +74,34 @@ pub fn counts() -> Counts {
 }
 
 /// A program with collectives.
-enum Known {
-    /// It is one.
+struct Known {
+    how: How,
+    /// The compile options that the framework gave, and the program as XLA wrote it down: what it takes to save it.
+    options: Vec<u8>,
+    module: Vec<u8>,
+    /// It is the same on all ranks.
+    same: bool,
+    /// It was compiled for podring's own engine. A framework keeps what can be saved for other jobs, in which the groups
+    /// that its graphs name are others.
+    own: bool,
+}
+
+/// How it runs.
+enum How {
+    /// It is a collective.
     Whole(Plan),
     /// It calls them. They are callable as long as the program is there.
     Calls(Callable),
 }
 
-/// The programs with a collective, by their `PJRT_LoadedExecutable`.
+/// The programs with a collective.
 #[derive(Default)]
-pub struct Programs(RwLock<HashMap<usize, Arc<Known>>>);
+pub struct Programs {
+    /// By their `PJRT_LoadedExecutable`.
+    loaded: RwLock<HashMap<usize, Arc<Known>>>,
+    /// By the `PJRT_Executable`s that callers hold of them.
+    named: Mutex<HashMap<usize, Arc<Known>>>,
+}
 
 impl Programs {
     /// Compiles a program for this process's chip, and keeps what collectives it has.
@@ -109,12 +130,12 @@ impl Programs {
             }
         };
         let module = Module::decode(&written[..]).map_err(|error| failed(error.to_string()))?;
-        let known = match plan::read(&module, &mesh) {
+        let (how, same) = match plan::read(&module, &mesh) {
             Ok(Program::Alone) => return compiled,
             Ok(Program::Collective(plan)) if compiled.is_ok() => {
                 COUNTS.lock().whole += 1;
                 tracing::debug!(program = module.name, "a program is one collective: played by the group");
-                Known::Whole(*plan)
+                (How::Whole(*plan), true)
             }
             _ => {
                 match compiled {
@@ -122,11 +143,13 @@ impl Programs {
                     Err(Fault::Theirs(error)) => drop(on.take_message(error)),
                     Err(ours) => return Err(ours),
                 }
-                let callable = self.compile_calls(on, seen, args, &ours, &written, &module, &mesh);
-                Known::Calls(callable.inspect_err(|_| COUNTS.lock().refused += 1)?)
+                let made = self.compile_calls(on, seen, args, &ours, &written, &module, &mesh);
+                let (callable, same) = made.inspect_err(|_| COUNTS.lock().refused += 1)?;
+                (How::Calls(callable), same)
             }
         };
-        self.0.write().insert(args.executable as usize, known.into());
+        let known = Known { how, options: asked.to_vec(), module: written, same, own: launching().is_some() };
+        self.loaded.write().insert(args.executable as usize, known.into());
         Ok(())
     }
 
@@ -141,16 +164,8 @@ impl Programs {
         written: &[u8],
         module: &Module,
         mesh: &Mesh,
-    ) -> Result<Callable, Fault> {
-        let refused = |why: String| InterposeError::Program { program: module.name.clone(), why };
-        let callable = Callable::reserve(rewrite::count(module));
-        let place = mesh.ranks.iter().position(|&rank| rank == seen.rank());
-        let made = rewrite::rewrite(written, module, mesh, place, callable.first())
-            .map_err(|error| refused(error.to_string()))?;
-        if callable.count() > 0 {
-            ffi::register(on).map_err(|error| refused(error.to_string()))?;
-        }
-        callable.fill(made.steps, seen.rank());
+    ) -> Result<(Callable, bool), Fault> {
+        let (callable, made) = callable(on, seen, written, module, mesh)?;
         let format = "hlo";
         let program = sys::Program {
             struct_size: size_of::<sys::Program>(),
@@ -164,17 +179,117 @@ impl Programs {
         let compiled = forward(on, args, options);
         args.program = theirs;
         compiled?;
-        let inside = callable.count() as u64;
+        let inside = callable.collectives().count() as u64;
         tracing::debug!(program = module.name, inside, "collectives stay inside of a program");
         let mut counts = COUNTS.lock();
         counts.mixed += 1;
         counts.inside += inside;
-        Ok(callable)
+        Ok((callable, made.same))
     }
 
     /// Forgets a program.
     pub fn forget(&self, executable: Opaque) {
-        self.0.write().remove(&(executable as usize));
+        self.loaded.write().remove(&(executable as usize));
+    }
+
+    /// A caller has another handle of a program.
+    pub fn named(&self, loaded: Opaque, executable: Opaque) {
+        if let Some(known) = self.loaded.read().get(&(loaded as usize)) {
+            self.named.lock().insert(executable as usize, known.clone());
+        }
+    }
+
+    /// It has no longer.
+    pub fn unnamed(&self, executable: Opaque) {
+        self.named.lock().remove(&(executable as usize));
+    }
+
+    /// A program's bytes.
+    pub fn serialize(
+        &self,
+        on: &Interposed,
+        seen: &Presented,
+        args: &mut sys::ExecutableSerialize,
+    ) -> Result<(), Fault> {
+        let function = sys::ExecutableSerialize::NAME;
+        let refused = |why| InterposeError::NotSaved { function, slice: seen.name(), why };
+        let known = self.named.lock().get(&(args.executable as usize)).cloned();
+        let known = known.filter(|known| known.own);
+        let known = known.ok_or_else(|| refused("programs other than those of podring's engine"))?;
+        if !known.same {
+            return Err(refused("programs whose loops or branches ask which rank they run on").into());
+        }
+        let mut theirs = sys::ExecutableSerialize { executable: args.executable, ..Default::default() };
+        on.forward(&mut theirs)?;
+        // SAFETY: the plugin's bytes, alive until its deleter runs below.
+        let compiled = unsafe { bytes(theirs.serialized_bytes.cast(), theirs.serialized_bytes_size) };
+        let saved = Saved { options: &known.options, module: &known.module, compiled }.encode();
+        if let Some(delete) = theirs.deleter {
+            // SAFETY: called once on what the plugin gave with it.
+            unsafe { delete(theirs.backing) };
+        }
+        let backing = Box::new(saved);
+        (args.serialized_bytes, args.serialized_bytes_size) = (backing.as_ptr().cast(), backing.len());
+        args.backing = Box::into_raw(backing).cast();
+        args.deleter = Some(delete_saved);
+        Ok(())
+    }
+
+    /// A program from its bytes, for this process's chip.
+    pub fn deserialize(
+        &self,
+        on: &Interposed,
+        seen: &Presented,
+        args: &mut sys::ExecutableDeserializeAndLoad,
+    ) -> Result<(), Fault> {
+        // What a framework has saved was not saved here, and nothing says that its groups are those of this job.
+        if launching().is_none() {
+            let (function, why) =
+                (sys::ExecutableDeserializeAndLoad::NAME, "programs other than those of podring's engine");
+            return Err(InterposeError::NotSaved { function, slice: seen.name(), why }.into());
+        }
+        let refused = |reason: String| InterposeError::Saved { reason };
+        // SAFETY: the caller's bytes, as many as it says.
+        let given = unsafe { bytes(args.serialized_executable.cast(), args.serialized_executable_size) };
+        let saved = Saved::decode(given).map_err(|error| refused(error.to_string()))?;
+        let mut asked = saved.options;
+        if args.struct_size >= sys::DeserializeWithOptions::LEN {
+            // SAFETY: the caller's struct is long enough to have them.
+            let longer = unsafe { &*std::ptr::from_mut(args).cast::<sys::DeserializeWithOptions>() };
+            if longer.options_size > 0 {
+                // SAFETY: the caller's bytes, as many as it says.
+                asked = unsafe { bytes(longer.options.cast(), longer.options_size) };
+            }
+        }
+        let mesh = seen.mesh(asked)?;
+        let ours = options::for_one(asked, u64::from(seen.rank()))?;
+        let module = Module::decode(saved.module).map_err(|error| refused(error.to_string()))?;
+        let (how, same) = match plan::read(&module, &mesh) {
+            Ok(Program::Alone) => return Err(refused("it has no collective".to_owned()).into()),
+            Ok(Program::Collective(plan)) => (How::Whole(*plan), true),
+            Err(_) => {
+                let (callable, made) = callable(on, seen, saved.module, &module, &mesh)?;
+                (How::Calls(callable), made.same)
+            }
+        };
+        let mut theirs = sys::DeserializeWithOptions {
+            first: sys::ExecutableDeserializeAndLoad {
+                struct_size: sys::DeserializeWithOptions::LEN,
+                client: args.client,
+                serialized_executable: saved.compiled.as_ptr().cast(),
+                serialized_executable_size: saved.compiled.len(),
+                ..Default::default()
+            },
+            options: ours.as_ptr().cast(),
+            options_size: ours.len(),
+        };
+        on.forward(&mut theirs)?;
+        args.loaded_executable = theirs.first.loaded_executable;
+        let known = Known { how, options: asked.to_vec(), module: saved.module.to_vec(), same, own: true };
+        self.loaded.write().insert(args.loaded_executable as usize, known.into());
+        COUNTS.lock().loaded += 1;
+        tracing::debug!(program = module.name, "a program was loaded, not compiled");
+        Ok(())
     }
 
     /// Runs a program: a collective by the group, any other by the plugin.
@@ -184,17 +299,52 @@ impl Programs {
         seen: &Presented,
         args: &mut sys::LoadedExecutableExecute,
     ) -> Result<(), Fault> {
-        let known = self.0.read().get(&(args.executable as usize)).cloned();
-        match known.as_deref() {
-            None => on.forward(args),
-            Some(Known::Whole(plan)) => play(on, seen, plan, args),
-            Some(Known::Calls(callable)) => callable.during(|| run(on, args)),
+        let known = self.loaded.read().get(&(args.executable as usize)).cloned();
+        let Some(known) = known else { return on.forward(args) };
+        let tell = |step: &Step, why: &str| refuse(seen.rank(), step, launching().is_some(), why);
+        match &known.how {
+            How::Whole(plan) => {
+                let ready = prepare(plan, args).inspect_err(|error| tell(&plan.step, &error.to_string()))?;
+                play(on, seen, plan, ready, args)
+            }
+            How::Calls(callable) => {
+                let (outcome, why) = callable.during(|| run(on, args));
+                if let Some(why) = why {
+                    // Whichever of its collectives this rank doesn't come to.
+                    callable.collectives().for_each(|step| tell(step, &why));
+                }
+                outcome
+            }
         }
     }
 }
 
-/// Runs a program that calls collectives, to its end: so those of the next come behind it, on every rank.
-fn run(on: &Interposed, args: &mut sys::LoadedExecutableExecute) -> Result<(), Fault> {
+/// What a program calls, and the program that calls it.
+fn callable(
+    on: &Interposed,
+    seen: &Presented,
+    written: &[u8],
+    module: &Module,
+    mesh: &Mesh,
+) -> Result<(Callable, Rewritten), InterposeError> {
+    let refused = |why: String| InterposeError::Program { program: module.name.clone(), why };
+    let first = Callable::first(written, mesh);
+    let place = mesh.ranks.iter().position(|&rank| rank == seen.rank());
+    let mut made = rewrite::rewrite(written, module, mesh, place, first).map_err(|error| refused(error.to_string()))?;
+    if !made.calls.is_empty() {
+        ffi::register(on).map_err(|error| refused(error.to_string()))?;
+    }
+    Ok((Callable::new(first, std::mem::take(&mut made.calls), seen.rank())?, made))
+}
+
+unsafe extern "C" fn delete_saved(backing: *mut c_void) {
+    // SAFETY: from `serialize`, given back once.
+    drop(unsafe { Box::from_raw(backing.cast::<Vec<u8>>()) });
+}
+
+/// Runs a program that calls collectives, to its end: so those of the next come behind it, on every rank. Also says what
+/// went wrong, in whichever way the caller hears of it.
+fn run(on: &Interposed, args: &mut sys::LoadedExecutableExecute) -> (Result<(), Fault>, Option<String>) {
     let mut own = std::ptr::null_mut();
     let asked = args.events;
     if asked.is_null() {
@@ -202,22 +352,26 @@ fn run(on: &Interposed, args: &mut sys::LoadedExecutableExecute) -> Result<(), F
     }
     let started = on.forward(args);
     let events = std::mem::replace(&mut args.events, asked);
-    started?;
+    if let Err(fault) = started {
+        let why = on.words(&fault);
+        return (Err(fault), Some(why));
+    }
     // SAFETY: the list for one device, which the plugin has filled: a virtual chip is alone in its process.
     let event = unsafe { events.read() };
     if event.is_null() {
-        return Ok(());
+        return (Ok(()), None);
     }
     let waited = on.forward(&mut sys::EventAwait { event, ..Default::default() });
+    let why = waited.as_ref().err().map(|fault| on.words(fault));
     if asked.is_null() {
-        on.forward(&mut sys::EventDestroy { event, ..Default::default() })?;
-        return waited;
+        let ended = on.forward(&mut sys::EventDestroy { event, ..Default::default() });
+        return (ended.and(waited), why);
     }
     // The caller's event tells it of a failure, as do its buffers.
     if let Err(Fault::Theirs(error)) = waited {
         drop(on.take_message(error));
     }
-    Ok(())
+    (Ok(()), why)
 }
 
 /// Destroys what was compiled: nobody else has it, and nobody shall run it.
@@ -329,8 +483,16 @@ impl Drop for Held {
     }
 }
 
-fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedExecutableExecute) -> Result<(), Fault> {
-    let failed = |what: &'static str, why: String| Fault::Ours(InterposeError::Failed { what, why });
+/// A collective's operands, and memory for its results.
+struct Ready {
+    inputs: Vec<*mut u8>,
+    outputs: Vec<Held>,
+    launch: Option<Arc<Launching>>,
+}
+
+/// What a collective needs, before anybody is met.
+fn prepare(plan: &Plan, args: &sys::LoadedExecutableExecute) -> Result<Ready, InterposeError> {
+    let failed = |what: &'static str, why: String| InterposeError::Failed { what, why };
     if args.num_devices != 1 {
         return Err(failed("a collective", format!("expected one device to run on, got {}", args.num_devices)));
     }
@@ -350,7 +512,6 @@ fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedEx
         inputs.push(found.data.cast::<u8>());
     }
     let launch = launching();
-    let launch = launch.as_deref();
     // An array that is a result as it stands may lie where the launch wants it.
     let result = |of: usize| plan.results.iter().position(|piece| piece.of == of && piece.is_whole(&plan.step));
     let outputs: Result<Vec<Held>, InterposeError> = plan
@@ -358,11 +519,21 @@ fn play(on: &Interposed, seen: &Presented, plan: &Plan, args: &mut sys::LoadedEx
         .outputs
         .iter()
         .enumerate()
-        .map(|(of, array)| Held::offered(launch, result(of), array.bytes()))
+        .map(|(of, array)| Held::offered(launch.as_deref(), result(of), array.bytes()))
         .collect();
-    let outputs = outputs?;
+    Ok(Ready { inputs, outputs: outputs?, launch })
+}
+
+fn play(
+    on: &Interposed,
+    seen: &Presented,
+    plan: &Plan,
+    ready: Ready,
+    args: &mut sys::LoadedExecutableExecute,
+) -> Result<(), Fault> {
+    let Ready { inputs, outputs, launch } = ready;
     let places: Vec<*mut u8> = outputs.iter().map(|held| held.data.as_ptr()).collect();
-    meet(seen.rank(), &plan.step, &inputs, &places, launch)?;
+    meet(seen.rank(), &plan.step, &inputs, &places, launch.as_deref())?;
 
     let mut buffers = Vec::new();
     let mut outputs: Vec<Option<Held>> = outputs.into_iter().map(Some).collect();

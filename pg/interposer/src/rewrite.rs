@@ -59,18 +59,22 @@ pub enum Unwritten {
     Undecoded(#[from] prost::DecodeError),
 }
 
-/// A program without collectives, and those that its calls stand for, in the order of their numbers.
+/// What a call in a program stands for.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Call {
+    /// A collective.
+    Collective(Step),
+    /// The question for the participant's number, and the answer on this rank.
+    Place(u32),
+}
+
+/// A program without collectives, and what its calls stand for, in the order of their numbers.
 #[derive(Debug)]
 pub struct Rewritten {
     pub module: Vec<u8>,
-    pub steps: Vec<Step>,
-}
-
-/// How many collectives the program's own computation has.
-pub fn count(module: &Module) -> usize {
-    let entry = module.computations.iter().find(|computation| computation.id == module.entry_computation_id);
-    let is_one = |one: &&Instruction| COLLECTIVES.contains(&one.opcode.as_str());
-    entry.map_or(0, |entry| entry.instructions.iter().filter(is_one).count())
+    pub calls: Vec<Call>,
+    /// It is the same on all ranks.
+    pub same: bool,
 }
 
 /// Writes a program for the rank at `place` of the mesh; `bytes` are those of `module`, and the calls are numbered from
@@ -82,7 +86,7 @@ pub fn rewrite(
     place: Option<usize>,
     first: i64,
 ) -> Result<Rewritten, Unwritten> {
-    let mut writer = Writer { module, mesh, place, first, steps: Vec::new(), token: None, next_id: 0 };
+    let mut writer = Writer { module, mesh, place, first, calls: Vec::new(), same: true, token: None, next_id: 0 };
     let mut out = Vec::with_capacity(bytes.len() + 1024);
     for field in Fields(bytes) {
         match field? {
@@ -92,7 +96,7 @@ pub fn rewrite(
             (_, whole, _) => out.extend_from_slice(whole),
         }
     }
-    Ok(Rewritten { module: out, steps: writer.steps })
+    Ok(Rewritten { module: out, calls: writer.calls, same: writer.same })
 }
 
 struct Writer<'a> {
@@ -100,7 +104,8 @@ struct Writer<'a> {
     mesh: &'a Mesh,
     place: Option<usize>,
     first: i64,
-    steps: Vec<Step>,
+    calls: Vec<Call>,
+    same: bool,
     /// The instruction that gives the value which the next call takes.
     token: Option<i64>,
     next_id: i64,
@@ -126,7 +131,7 @@ impl Writer<'_> {
                 }
                 self.call(&read.instructions, &one, payload, &mut out)?;
             } else if PLACES.contains(&opcode) {
-                put_bytes(&mut out, INSTRUCTIONS, &self.own_place(&one)?);
+                put_bytes(&mut out, INSTRUCTIONS, &self.own_place(&one, own)?);
             } else {
                 out.extend_from_slice(whole);
             }
@@ -148,7 +153,7 @@ impl Writer<'_> {
         out: &mut Vec<u8>,
     ) -> Result<(), Unwritten> {
         let step = step::read(self.module, entry, one, self.mesh)?;
-        let index = self.first + self.steps.len() as i64;
+        let index = self.first + self.calls.len() as i64;
         let metadata = Fields(payload).find_map(|field| match field {
             Ok((METADATA, whole, _)) => Some(whole.to_vec()),
             _ => None,
@@ -199,22 +204,33 @@ impl Writer<'_> {
             operands(&mut made, parts);
             put_bytes(out, INSTRUCTIONS, &made);
         }
-        self.steps.push(step);
+        self.calls.push(Call::Collective(step));
         Ok(())
     }
 
-    /// A constant in place of a question for the participant's number.
-    fn own_place(&self, one: &Instruction) -> Result<Vec<u8>, Unwritten> {
+    /// What answers a question for the participant's number: a call, so that the program is the same on all ranks. Within
+    /// other computations than the program's own, some of which may not call, it is a constant.
+    fn own_place(&mut self, one: &Instruction, own: bool) -> Result<Vec<u8>, Unwritten> {
         let Some(place) = self.place else { return Err(refused(one, "this rank takes no part in the program").into()) };
         let (replica, partition) = (place / self.mesh.partitions, place % self.mesh.partitions);
-        let number = if one.opcode == "partition-id" { partition } else { replica };
+        let number = if one.opcode == "partition-id" { partition } else { replica } as u32;
         let scalar = shape(U32, &[]);
-        let mut literal = Vec::new();
-        put_bytes(&mut literal, LITERAL_SHAPE, &scalar);
-        put_bytes(&mut literal, LITERAL_U32S, &packed([number as u64]));
-        let mut made = head(&one.name, "constant", one.id);
+        let mut made = head(&one.name, if own { "custom-call" } else { "constant" }, one.id);
         put_bytes(&mut made, SHAPE, &scalar);
-        put_bytes(&mut made, LITERAL, &literal);
+        if own {
+            let index = self.first + self.calls.len() as i64;
+            self.calls.push(Call::Place(number));
+            put_bytes(&mut made, CALL_TARGET, TARGET.as_bytes());
+            put_bytes(&mut made, BACKEND_CONFIG, format!("{{{INDEX} = {index} : i64}}").as_bytes());
+            put_varint(&mut made, CONSTRAIN_LAYOUT, 1);
+            put_varint(&mut made, API_VERSION, TYPED_FFI);
+        } else {
+            self.same = false;
+            let mut literal = Vec::new();
+            put_bytes(&mut literal, LITERAL_SHAPE, &scalar);
+            put_bytes(&mut literal, LITERAL_U32S, &packed([number.into()]));
+            put_bytes(&mut made, LITERAL, &literal);
+        }
         Ok(made)
     }
 }

@@ -85,10 +85,10 @@ fn calls_stand_in_their_collectives_places_one_after_the_other() {
         collective(4, "all-reduce", &[4], &[1]),
         instruction(5, "add", &[4], &[3, 4]),
     ]);
-    assert_eq!(count(&module), 2);
     let made = rewrite(&bytes, &module, &mesh(), Some(0), 70).unwrap();
-    assert_eq!(made.steps.len(), 2);
-    assert!(made.steps.iter().all(|step| step.what == What::AllReduce(Reduction::Sum)));
+    assert_eq!(made.calls.len(), 2);
+    let sums = |call: &Call| matches!(call, Call::Collective(step) if step.what == What::AllReduce(Reduction::Sum));
+    assert!(made.same && made.calls.iter().all(sums));
     let entry = entry(&made);
     assert!(entry.iter().all(|one| !COLLECTIVES.contains(&one.opcode.as_str())));
     let calls: Vec<&Instruction> = entry.iter().filter(|one| one.opcode == "custom-call").collect();
@@ -144,12 +144,30 @@ fn several_results_stay_a_tuple() {
 }
 
 #[test]
-fn a_ranks_place_is_a_number() {
+fn a_rank_asks_for_its_place_when_the_program_runs() {
     let (bytes, module) =
         module(vec![instruction(21, "partition-id", &[], &[]), instruction(22, "replica-id", &[], &[])]);
-    let made = rewrite(&bytes, &module, &mesh(), Some(1), 1).unwrap();
-    assert!(made.steps.is_empty());
-    assert!(entry(&made).iter().all(|one| one.opcode == "constant"));
+    let ranks = [0, 1].map(|place| rewrite(&bytes, &module, &mesh(), Some(place), 64).unwrap());
+    // The program is the same, the answers are not.
+    assert_eq!(ranks[0].module, ranks[1].module);
+    assert_eq!(ranks[0].calls, [Call::Place(0), Call::Place(0)]);
+    assert_eq!(ranks[1].calls, [Call::Place(1), Call::Place(0)]);
+    assert!(ranks.iter().all(|made| made.same));
+    assert!(entry(&ranks[1]).iter().all(|one| one.opcode == "custom-call"));
+    assert_eq!(raw(&ranks[1], 21, BACKEND_CONFIG), [b"{index = 64 : i64}"]);
+    assert_eq!(raw(&ranks[1], 22, BACKEND_CONFIG), [b"{index = 65 : i64}"]);
+    let outside = rewrite(&bytes, &module, &mesh(), None, 1).unwrap_err();
+    assert!(outside.to_string().contains("takes no part"), "{outside}");
+}
+
+#[test]
+fn a_ranks_place_within_a_loop_is_a_number() {
+    let (bytes, mut inner) = module(vec![instruction(1, "parameter", &[4], &[])]);
+    drop(bytes);
+    inner.computations[0].instructions.push(instruction(21, "partition-id", &[], &[]));
+    inner.computations[0].instructions.push(instruction(22, "replica-id", &[], &[]));
+    let made = rewrite(&inner.encode_to_vec(), &inner, &mesh(), Some(1), 1).unwrap();
+    assert!(!made.same && made.calls.is_empty());
     for (id, number) in [(21, 1), (22, 0)] {
         let literal = raw(&made, id, LITERAL).remove(0);
         let numbers: Vec<Vec<u8>> = Fields(&literal)
@@ -159,8 +177,6 @@ fn a_ranks_place_is_a_number() {
             .collect();
         assert_eq!(numbers, [[number]]);
     }
-    let outside = rewrite(&bytes, &module, &mesh(), None, 1).unwrap_err();
-    assert!(outside.to_string().contains("takes no part"), "{outside}");
 }
 
 #[test]

@@ -180,6 +180,8 @@ arguments! {
         buffer: Opaque;
         memory_space: Opaque
     }
+    ExecutableDestroy = 40 "Executable_Destroy" { ; executable: Opaque }
+    LoadedExecutableGetExecutable = 51 "LoadedExecutable_GetExecutable" { loaded: Opaque; executable: Opaque }
     ExecutableSerialize = 49 "Executable_Serialize" {
         executable: Opaque,
         serialized_bytes: *const c_char,
@@ -193,6 +195,21 @@ arguments! {
         serialized_executable_size: usize;
         loaded_executable: Opaque
     }
+}
+
+/// Arguments of `PJRT_Executable_DeserializeAndLoad` as headers have them since options can be given with them.
+#[repr(C)]
+pub struct DeserializeWithOptions {
+    pub first: ExecutableDeserializeAndLoad,
+    pub options: *const c_char,
+    pub options_size: usize,
+}
+
+// SAFETY: the function's arguments, with what newer headers have behind them.
+unsafe impl Arguments for DeserializeWithOptions {
+    const SLOT: usize = ExecutableDeserializeAndLoad::SLOT;
+    const NAME: &'static str = ExecutableDeserializeAndLoad::NAME;
+    const LEN: usize = size_of::<DeserializeWithOptions>();
 }
 
 /// A program on its way in.

@@ -139,21 +139,36 @@ impl Interposed {
         Some((self.client().1, device))
     }
 
-    /// The words of a plugin's error, which this ends.
-    pub fn take_message(&self, error: Opaque) -> String {
+    /// The words of a plugin's error.
+    pub fn message(&self, error: Opaque) -> String {
         let mut said = sys::ErrorMessage { error, ..Default::default() };
-        let mut end = sys::ErrorDestroy { error, ..Default::default() };
-        // SAFETY: these functions' arguments, for an error that is ours to end. What they return is nothing.
+        // SAFETY: this function's arguments, for an error that is alive. What it returns is nothing; its text lives as
+        // long as the error.
         unsafe {
             self.original(sys::ErrorMessage::SLOT)((&raw mut said).cast());
-            let text = match said.message_size {
+            match said.message_size {
                 0 => String::new(),
                 size => {
                     String::from_utf8_lossy(std::slice::from_raw_parts(said.message.cast::<u8>(), size)).into_owned()
                 }
-            };
-            self.original(sys::ErrorDestroy::SLOT)((&raw mut end).cast());
-            text
+            }
+        }
+    }
+
+    /// The words of a plugin's error, which this ends.
+    pub fn take_message(&self, error: Opaque) -> String {
+        let text = self.message(error);
+        let mut end = sys::ErrorDestroy { error, ..Default::default() };
+        // SAFETY: this function's arguments, for an error that is ours to end. What it returns is nothing.
+        unsafe { self.original(sys::ErrorDestroy::SLOT)((&raw mut end).cast()) };
+        text
+    }
+
+    /// The words of what went wrong.
+    pub fn words(&self, fault: &Fault) -> String {
+        match fault {
+            Fault::Ours(error) => error.to_string(),
+            Fault::Theirs(error) => self.message(*error),
         }
     }
 

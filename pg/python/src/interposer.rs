@@ -40,28 +40,37 @@ fn interposed() -> (bool, Option<String>) {
     (podring_interposer::is_loaded(), podring_interposer::failure())
 }
 
-/// (device kind, memory of a device in bytes, devices, shape of one slice in chips) of a slice by name.
+/// (device kind, memory of a device in bytes, devices, shape of one slice in chips, slices) of a slice by name.
 #[pyfunction]
-fn slice_facts(name: &str) -> PyResult<(String, u64, u32, [u32; 3])> {
+fn slice_facts(name: &str) -> PyResult<(String, u64, u32, [u32; 3], u32)> {
     let slice = podring_topology::parse(name).map_err(|error| PyValueError::new_err(error.to_string()))?;
     let (kind, memory) = podring_interposer::device_facts(&slice);
-    Ok((kind.to_owned(), memory, slice.devices(), slice.dims()))
+    Ok((kind.to_owned(), memory, slice.devices(), slice.dims(), slice.slices()))
 }
 
-/// What the engine for tensors on devices has done in this process so far: (programs launched, programs compiled). None
-/// without such an engine, or before the first group.
+/// What the engine for tensors on devices has done in this process so far: (programs launched, programs compiled,
+/// programs that another rank compiled). None without such an engine, or before the first group.
 #[pyfunction]
-fn engine_counts() -> Option<(u64, u64)> {
+fn engine_counts() -> Option<(u64, u64, u64)> {
     let chip = podring_group::Runtime::chip()?;
-    Some((chip.launched(), chip.counts().compiled))
+    let counts = chip.counts();
+    Some((chip.launched(), counts.compiled, counts.received))
 }
 
 /// What became of programs with collectives on a virtual slice, since the process began: how many were one collective
-/// (`whole`), had some among other operations (`mixed`, with `inside` collectives in all), and were refused.
+/// (`whole`), had some among other operations (`mixed`, with `inside` collectives in all), were refused, and were loaded
+/// as another rank or an earlier process had compiled them (`loaded`).
 #[pyfunction]
 fn program_counts() -> HashMap<&'static str, u64> {
     let counts = podring_interposer::counts();
-    [("whole", counts.whole), ("mixed", counts.mixed), ("inside", counts.inside), ("refused", counts.refused)].into()
+    [
+        ("whole", counts.whole),
+        ("mixed", counts.mixed),
+        ("inside", counts.inside),
+        ("refused", counts.refused),
+        ("loaded", counts.loaded),
+    ]
+    .into()
 }
 
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {

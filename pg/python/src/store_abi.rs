@@ -218,7 +218,12 @@ fn open_config(raw: &RawConfig) -> Result<Kv, Failed> {
         let access = Access { token, tls, server_name, timeout, ..Access::new(endpoint.clone()) };
         match Store::connect_asking(&access, asks(raw.interrupted, raw.interrupted_ctx)) {
             Ok(store) => break (store, endpoint),
-            Err(Error::Absent { .. } | Error::Silent { .. } | Error::CoordinatorLost { .. }) if shared => {}
+            Err(
+                Error::Absent { .. }
+                | Error::Silent { .. }
+                | Error::CoordinatorLost { .. }
+                | Error::NotPodring { closed: true, .. },
+            ) if shared => {}
             Err(error) => return Err(error.into()),
         }
     };

@@ -1,6 +1,7 @@
 //! The agent that lives in the coordinator's own process: the same decisions, with no connection between.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::state::Shared;
 use crate::decide::roster::{AgentId, Announcement, Event, Failure};
@@ -16,6 +17,11 @@ impl Resident {
     /// Its nonce.
     pub(crate) fn agent(&self) -> AgentId {
         self.agent
+    }
+
+    /// How long the coordinator waits for who isn't heard.
+    pub(crate) fn silence(&self) -> Duration {
+        self.shared.silence
     }
 
     /// Announces the agent's ranks. `tell` must not call back; the first one given stays.

@@ -157,8 +157,10 @@ impl Shared {
     /// Does something with the state, then tells whom it concerns.
     pub(super) fn with<R>(&self, act: impl FnOnce(&mut State, Duration) -> R) -> R {
         let mut state = self.state.lock();
+        state.take_in();
         let result = act(&mut state, self.now());
         state.settle();
+        state.show();
         let due = state.next_deadline();
         // A wait that ends after the ticker's next look doesn't wake it: most end otherwise before that.
         let sooner = due.is_some_and(|due| state.planned.is_none_or(|planned| due < planned));
@@ -172,10 +174,11 @@ impl Shared {
         result
     }
 
-    /// Where clients of this host see which keys exist, if that can be had. For the one thread that serves them.
-    pub(super) fn board(&self) -> Option<Arc<Board>> {
+    /// Where clients of this host see which keys exist, if that can be had, and whether it is new. For the one thread
+    /// that serves them.
+    pub(super) fn board(&self) -> (Option<Arc<Board>>, bool) {
         if let Some(board) = &self.state.lock().board {
-            return board.clone();
+            return (board.clone(), false);
         }
         // Not under the lock: that takes milliseconds.
         let board = Board::new().inspect_err(|error| tracing::warn!(%error, "no board of the keys")).ok().map(Arc::new);
@@ -185,12 +188,21 @@ impl Shared {
             }
             state.board = Some(board.clone());
         });
-        board
+        (board, true)
+    }
+
+    /// A client of this host, by its name in quiet calls, has no connection any more.
+    pub(super) fn gone(&self, client: u64) {
+        self.with(|state, _| {
+            if let Some(Some(board)) = &state.board {
+                board.free(client);
+            }
+        });
     }
 
     /// Lets go of the journal, so that another coordinator can take it.
     pub(super) fn close(&self) {
-        self.state.lock().journal = None;
+        self.with(|state, _| state.journal = None);
     }
 
     /// Keeps the deadlines until it is dropped.
@@ -398,6 +410,33 @@ impl State {
     fn give_back(&mut self, pop: Option<&str>, outcome: Option<Outcome>) {
         if let (Some(key), Some(Outcome::Values(values))) = (pop, outcome) {
             values.into_iter().for_each(|value| self.store.unpop(key, value));
+        }
+    }
+
+    /// Takes in the sets that clients of this host have made, before anything else is done or answered.
+    fn take_in(&mut self) {
+        let Some(Some(board)) = &self.board else { return };
+        if board.has_news() {
+            let board = Arc::clone(board);
+            let end = board.take_in(&mut self.store);
+            self.settle();
+            board.taken(end);
+        }
+    }
+
+    /// Shows clients of this host whether they may make sets without a call. With a journal none may: who has seen a key
+    /// is to find it after a restart.
+    fn show(&mut self) {
+        while let Some(Some(board)) = &self.board {
+            let (keys, bytes) = Board::promises();
+            let open = self.journal.is_none() && self.store.has_room_for(keys, bytes);
+            let waiting = self.store.waiting();
+            board.show(waiting, open);
+            // A set made just before that was shown wakes nobody who has begun to wait.
+            if waiting == 0 || !board.has_news() {
+                return;
+            }
+            self.take_in();
         }
     }
 

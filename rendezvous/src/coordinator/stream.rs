@@ -19,13 +19,14 @@ use podring_proto as pb;
 use prost::Message as _;
 use rustc_hash::FxHashMap;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::io::unix::AsyncFd;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, Interest};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::timeout;
 
 use super::guard::Stop;
 use super::state::Shared;
-use crate::board::Board;
+use crate::board::{Board, PARTS};
 use crate::decide::keyvalue::{KeyValue, Outcome, Want};
 use crate::decide::{bounded, invalid};
 use crate::frame::{self, About, HELLO, Inbound, MAGIC, Many};
@@ -296,6 +297,33 @@ async fn run(
     }
 }
 
+/// Takes in what clients of this host set by the ring, soon after.
+async fn take_in(board: Arc<Board>, shared: Arc<Shared>) {
+    let watched = |timer| {
+        // SAFETY: the descriptor is this `OwnedFd`'s own, which stays open until it is dropped.
+        unsafe { AsyncFd::register_with_interest(timer, Interest::READABLE) }
+    };
+    let timer = board.timer().and_then(|timer| Ok(watched(timer)?));
+    let timer = match timer {
+        Ok(timer) => timer,
+        // Whatever anybody asks next takes it in as well, and a look now and then.
+        Err(error) => {
+            tracing::warn!(%error, "no timer for sets on this host");
+            loop {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                board.looking();
+                shared.with(|_, _| ());
+            }
+        }
+    };
+    let _mark = Marked::new(&timer);
+    while let Ok(mut ready) = timer.readable().await {
+        board.looking();
+        ready.clear_ready();
+        shared.with(|_, _| ());
+    }
+}
+
 struct Beside {
     /// Before the listener, which closes the descriptor.
     _mark: Marked,
@@ -364,7 +392,12 @@ impl<S: AsyncRead + AsyncWrite + AsFd + Unpin> Line<S> {
             Ok(()) => Reply::Hello(calls.shared.hello()),
             Err(refusal) => Reply::Refused(wire::refused(refusal).1),
         };
-        let board = if self.beside && admitted.is_ok() { calls.shared.board() } else { None };
+        let (board, new) = if self.beside && admitted.is_ok() { calls.shared.board() } else { (None, false) };
+        if let Some(board) = board.clone()
+            && new
+        {
+            tokio::spawn(take_in(board, Arc::clone(&calls.shared)));
+        }
         match board {
             Some(board) => self.give(reply, &board)?,
             None => self.say(0, reply).await?,
@@ -373,11 +406,20 @@ impl<S: AsyncRead + AsyncWrite + AsFd + Unpin> Line<S> {
             return Ok(());
         }
         let client = calls.client(&hello);
+        let ended = self.answer_calls(calls, &client).await;
+        // This thread alone counts them.
+        if hello.client != 0 && self.beside && Arc::strong_count(&client) == 1 {
+            calls.shared.gone(hello.client);
+        }
+        ended
+    }
+
+    async fn answer_calls(&mut self, calls: &Calls, client: &Client) -> io::Result<()> {
         loop {
             let pb::StoreCall { number, quiet, after, call } = loop {
                 match self.inbound.frame(calls.shared.message_bytes) {
                     Ok(Some(message)) => {
-                        match calls.many(message, &client, &mut self.out) {
+                        match calls.many(message, client, &mut self.out) {
                             Done::Not => break pb::StoreCall::decode(message)?,
                             Done::Quietly => {}
                             Done::Answered => self.write().await?,
@@ -460,8 +502,8 @@ impl<S: AsyncRead + AsyncWrite + AsFd + Unpin> Line<S> {
     /// The answer to the hello, and the board with it. There is room for it: nothing was said on this socket before.
     fn give(&mut self, reply: Reply, board: &Board) -> io::Result<()> {
         frame::encode(&pb::StoreReply { number: 0, reply: Some(reply) }, &mut self.out);
-        let fds = [board.give()];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let fds = board.give();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(PARTS))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         control.push(SendAncillaryMessage::ScmRights(&fds));
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;

@@ -179,6 +179,16 @@ impl KeyValue {
         Ok(())
     }
 
+    /// Writes a value for which there was room when it was promised; see [`KeyValue::has_room_for`].
+    pub fn set_promised(&mut self, key: &str, value: Vec<u8>) {
+        self.put(key, value);
+    }
+
+    /// Whether so many more keys and bytes are within the limits.
+    pub fn has_room_for(&self, keys: usize, bytes: usize) -> bool {
+        self.values.len() + self.queued + keys <= self.limits.keys && self.bytes + bytes <= self.limits.bytes
+    }
+
     /// Writes several, all or none.
     pub fn multi_set<K: AsRef<str>, V: AsRef<[u8]>>(&mut self, keys: &[K], values: &[V]) -> Result<(), Refusal> {
         if keys.len() != values.len() {

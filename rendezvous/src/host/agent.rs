@@ -10,7 +10,7 @@ use podring_fork::Guarded;
 use podring_proto as pb;
 use podring_proto::agent_says::What as Says;
 use podring_proto::rank_says::What as Said;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use tokio::task::JoinHandle;
 
 use super::frame::{Inbox, Line, Listener, encode};
@@ -27,6 +27,9 @@ const CONNECTIONS: usize = 4096;
 const SAID: usize = 2 << 20;
 /// How long the coordinator's own host waits for the others to hear of its end.
 const FAREWELL: Duration = Duration::from_secs(1);
+/// A rank is asked for a sign of life so many times in the silence that is allowed, and lost when it has answered none
+/// of so many. What is counted is what was asked: an agent that was stopped itself has asked nothing meanwhile.
+const PULSES: u32 = 4;
 /// Number of the connection of the rank in whose process the agent runs.
 const OWN: u64 = 0;
 
@@ -75,6 +78,16 @@ pub(super) enum Where {
 struct Caller {
     line: Line,
     inbox: Inbox,
+    /// It answers pulses.
+    answers: bool,
+    /// How many it hasn't answered.
+    unanswered: u32,
+}
+
+impl Caller {
+    fn new(line: Line) -> Caller {
+        Caller { line, inbox: Inbox::new(SAID), answers: false, unanswered: 0 }
+    }
 }
 
 struct Agent {
@@ -89,6 +102,8 @@ struct Agent {
     speaker: u32,
     began: Instant,
     world: Option<Arc<World>>,
+    /// How long who isn't heard is waited for, once a world has formed, and when the ranks are asked next.
+    silence: Option<(Duration, Instant)>,
     over: bool,
     /// Tells the own rank, which waits for it, that the agent goes on without it; ends with the thread.
     alive: mpsc::Sender<()>,
@@ -113,7 +128,7 @@ pub(super) fn start(listener: Listener, own: Line, speaker: u32, coordinator: Wh
         }
     };
     let (alive, ended) = mpsc::channel();
-    let own = Caller { line: own, inbox: Inbox::new(SAID) };
+    let own = Caller::new(own);
     let agent = Agent {
         listener: Some(listener),
         handle,
@@ -126,6 +141,7 @@ pub(super) fn start(listener: Listener, own: Line, speaker: u32, coordinator: Wh
         speaker,
         began: Instant::now(),
         world: None,
+        silence: None,
         over: false,
         alive,
     };
@@ -141,7 +157,10 @@ impl Agent {
                 let mut fds = vec![PollFd::new(&*self.handle.bell, PollFlags::IN)];
                 fds.extend(self.callers.values().map(|caller| PollFd::new(&caller.line.stream, PollFlags::IN)));
                 fds.extend(self.listener.iter().map(|one| PollFd::new(&one.listener, PollFlags::IN)));
-                if poll(&mut fds, None).is_err() {
+                let asked = self.silence.filter(|_| self.callers.values().any(|caller| caller.answers));
+                let left = asked.map(|(_, next)| next.saturating_duration_since(Instant::now()));
+                let left = left.and_then(|left| Timespec::try_from(left).ok());
+                if poll(&mut fds, left.as_ref()).is_err() {
                     continue;
                 }
                 let mut flags = fds.iter().map(|fd| !fd.revents().is_empty());
@@ -162,9 +181,39 @@ impl Agent {
             if called {
                 self.accept();
             }
+            self.pulse();
         }
         if let Upstream::Connecting(task) = self.upstream {
             task.abort();
+        }
+    }
+
+    /// Asks the other ranks for a sign of life, if it is time to, and gives those up that have given none.
+    fn pulse(&mut self) {
+        let now = Instant::now();
+        let Some((silence, _)) = self.silence.filter(|(_, next)| *next <= now) else { return };
+        let every = silence / PULSES;
+        self.silence = Some((silence, now + every));
+        let every_ms = wire::milliseconds(every);
+        let asked: Vec<u64> = self.callers.iter().filter(|(_, caller)| caller.answers).map(|(id, _)| *id).collect();
+        for id in asked {
+            let Some(caller) = self.callers.get_mut(&id) else { continue };
+            let silent = caller.unanswered >= PULSES;
+            caller.unanswered += 1;
+            if !silent {
+                // One that doesn't read it has ended, or is found silent.
+                self.tell_one(id, &pb::AgentSays { what: Some(Says::Pulse(pb::Pulse { every_ms })) });
+                continue;
+            }
+            let how = format!("silent for {silence:?}");
+            // Should it come to again: it isn't the agent that has ended.
+            let why = format!("given up by the agent of its host: {how}");
+            self.tell_one(
+                id,
+                &pb::AgentSays { what: Some(Says::NoCoordinator(pb::NoCoordinator { why, lost: true })) },
+            );
+            self.tell_one(id, &pb::AgentSays { what: Some(Says::Closing(pb::Closing {})) });
+            self.gone(id, Some(&how));
         }
     }
 
@@ -176,7 +225,7 @@ impl Agent {
         while let Some(listener) = &self.listener {
             match listener.accept() {
                 Ok(Some(line)) if self.callers.len() < CONNECTIONS => {
-                    self.callers.insert(self.next, Caller { line, inbox: Inbox::new(SAID) });
+                    self.callers.insert(self.next, Caller::new(line));
                     self.next += 1;
                 }
                 Ok(Some(_)) => tracing::warn!("a rank's connection refused: too many"),
@@ -194,6 +243,7 @@ impl Agent {
     fn read(&mut self, id: u64) {
         let Some(caller) = self.callers.get_mut(&id) else { return };
         let open = caller.line.read_into(&mut caller.inbox);
+        caller.unanswered = 0;
         loop {
             let Some(caller) = self.callers.get_mut(&id) else { return };
             match caller.inbox.next::<pb::RankSays>() {
@@ -225,12 +275,13 @@ impl Agent {
                 }
             }
             Said::Leave(pb::Leave {}) => self.gone(id, None),
+            Said::Pulse(_) => {}
         }
     }
 
     /// Seats a rank, or gives what it is told instead.
     fn seat(&mut self, id: u64, seat: pb::Seat) -> Option<Says> {
-        let pb::Seat { version, rank, world_size, host, detail, timeout_ms, hosts, expected } = seat;
+        let pb::Seat { version, rank, world_size, host, detail, timeout_ms, hosts, expected, pulse } = seat;
         let refused = |refusal: &Refusal| Says::Refused(wire::refused(refusal).1);
         let major = |version: &str| version.split('.').next().map(str::to_owned);
         if major(&version) != major(wire::VERSION) {
@@ -245,6 +296,10 @@ impl Agent {
         let deadline = self.now() + wire::duration(timeout_ms);
         let seated = Seated { rank, world_size, host, detail, deadline, hosts, expected };
         let sat = self.seats.sit(id, seated);
+        if let Some(caller) = self.callers.get_mut(&id) {
+            // The own rank is stopped when this thread is.
+            caller.answers = pulse && id != OWN;
+        }
         // Also for one that was refused: the others are told of it if they wait in vain.
         self.announce();
         sat.err().map(|refusal| refused(&refusal))
@@ -345,6 +400,12 @@ impl Agent {
             Event::Formed(world) => {
                 let here = pb::FormedHere { world: Some(wire::world(&world)), speaker: self.speaker };
                 self.world = Some(world);
+                let silence = match &self.upstream {
+                    Upstream::Session(session) => Some(session.silence()),
+                    Upstream::Resident { place, .. } => Some(place.silence()),
+                    _ => None,
+                };
+                self.silence = silence.map(|silence| (silence, Instant::now()));
                 self.tell(Says::Formed(here), None);
             }
             Event::Late(late) if self.world.is_none() => self.fail(Says::Late(wire::late(&late))),

@@ -34,6 +34,9 @@ const ANSWER: Duration = Duration::from_secs(2);
 const AGAIN: Duration = Duration::from_millis(2);
 /// How often a waiting rank asks whether to go on.
 const LOOK: Duration = Duration::from_millis(50);
+/// An agent that had sent pulses is lost when so many in a row don't come: more than it waits for, so that of two that
+/// can't hear each other it is the agent that says so.
+const PULSES: u32 = 6;
 /// How long leaving waits for the agent's thread.
 const LEAVING: Duration = Duration::from_millis(2500);
 /// Bytes of what an agent says: a world of 65,536 ranks and its details.
@@ -155,6 +158,8 @@ struct State {
     listen: Option<Arc<Listen>>,
     /// The agent's end is no loss.
     unmanned: bool,
+    /// How often the agent gives a sign of life, once it has.
+    pulse: Option<Duration>,
     /// This rank has left, or the coordinator has.
     over: bool,
 }
@@ -335,10 +340,10 @@ fn answer(wait: Wait) -> Result<(), SeatError> {
     }
 }
 
-/// Waits for something to read, at most [`LOOK`].
-fn look(line: &Line, limit: Option<Duration>) {
+/// Waits for something to read, for at most `limit`; false if nothing came.
+fn look(line: &Line, limit: Option<Duration>) -> bool {
     let time = limit.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) });
-    let _ = poll(&mut [PollFd::new(&line.stream, PollFlags::IN)], time.as_ref());
+    !matches!(poll(&mut [PollFd::new(&line.stream, PollFlags::IN)], time.as_ref()), Ok(0))
 }
 
 type Sat = Result<(Shared, World), String>;
@@ -355,6 +360,7 @@ fn sit(line: Line, joining: &Joining, began: Instant, ask: &mut impl FnMut() -> 
         timeout_ms: wire::milliseconds(left),
         hosts: joining.hosts.clone(),
         expected: joining.expected.clone(),
+        pulse: true,
     };
     if let Err(error) = line.send(&pb::RankSays { what: Some(Said::Seat(seat)) }) {
         return Ok(Err(error.to_string()));
@@ -377,6 +383,7 @@ fn sit(line: Line, joining: &Joining, began: Instant, ask: &mut impl FnMut() -> 
                     backlog: Vec::new(),
                     listen: None,
                     unmanned: false,
+                    pulse: None,
                     over: false,
                 };
                 let shared = Shared { rank: joining.rank, speaker, line, state: Mutex::new(state) };
@@ -428,13 +435,16 @@ impl Shared {
 
     /// Reads what the agent tells until the end.
     fn follow(&self, world: &World) {
-        let mut inbox = Inbox::new(TOLD);
+        let (mut inbox, mut missed) = (Inbox::new(TOLD), 0);
         loop {
-            look(&self.line, None);
+            let pulse = self.state.lock().pulse;
+            // Counted, not timed: this process may have been stopped itself.
+            missed = if look(&self.line, pulse) { 0 } else { missed + 1 };
             let open = self.line.read_into(&mut inbox);
             self.take_rest(&mut inbox);
             let how = match open {
-                Ok(true) => continue,
+                Ok(true) if missed < PULSES => continue,
+                Ok(true) => format!("silent for {:?}", pulse.unwrap_or_default() * PULSES),
                 Ok(false) => "its process ended".to_owned(),
                 Err(error) => error.to_string(),
             };
@@ -469,6 +479,11 @@ impl Shared {
             }
             Says::NoCoordinator(pb::NoCoordinator { why, .. }) => self.tell(Notice::CoordinatorLost { how: why }),
             Says::Closing(_) => self.state.lock().over = true,
+            // One that can't be told is about to be found dead anyhow.
+            Says::Pulse(pulse) => {
+                self.state.lock().pulse = Some(wire::duration(pulse.every_ms.max(1)));
+                drop(self.say(Said::Pulse(pulse)));
+            }
             Says::Unmanned(_) => self.state.lock().unmanned = true,
             _ => {}
         }

@@ -323,12 +323,14 @@ fn meaning(endpoint: &str, error: &(dyn StdError + 'static)) -> Attempt {
     let text = why.to_lowercase();
     match tls_error(error) {
         // The other side doesn't speak TLS.
-        Some(rustls::Error::InvalidMessage(_)) => Attempt::Final(Error::NotPodring { endpoint, why }),
+        Some(rustls::Error::InvalidMessage(_)) => Attempt::Final(Error::NotPodring { endpoint, why, closed: false }),
         Some(_) => Attempt::Final(Error::Certificate { endpoint, why }),
         // It does, and doesn't take our certificate.
         None if text.contains("received fatal alert") => Attempt::Final(Error::Certificate { endpoint, why }),
-        None if CLOSED.iter().any(|words| text.contains(words)) => Attempt::Closed(Error::NotPodring { endpoint, why }),
-        None => Attempt::Final(Error::NotPodring { endpoint, why }),
+        None if CLOSED.iter().any(|words| text.contains(words)) => {
+            Attempt::Closed(Error::NotPodring { endpoint, why, closed: true })
+        }
+        None => Attempt::Final(Error::NotPodring { endpoint, why, closed: false }),
     }
 }
 

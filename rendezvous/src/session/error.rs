@@ -25,6 +25,8 @@ pub enum Error {
         endpoint: String,
         /// What came instead.
         why: String,
+        /// It only closed the connection, as a coordinator does that is about to end.
+        closed: bool,
     },
     /// Somebody takes the connection and says nothing.
     #[error("{endpoint} took the connection and said nothing for {waited:?}")]

@@ -106,6 +106,11 @@ impl Session {
         }
     }
 
+    /// How long the coordinator waits for who isn't heard.
+    pub(crate) fn silence(&self) -> Duration {
+        self.view.borrow().connection.silence
+    }
+
     /// The epoch, as it formed.
     pub fn world(&self) -> Option<Arc<World>> {
         self.view.borrow().world.clone()

@@ -111,9 +111,9 @@ impl Store {
     pub fn wait<K: AsRef<str>>(&self, keys: &[K], timeout: Duration) -> Result<(), Error> {
         let began = Instant::now();
         // On the coordinator's own host that needs no message. What goes wrong is for the coordinator to say.
-        if let (Link::Stream(streams), [key]) = (&self.link, keys)
+        if let Link::Stream(streams) = &self.link
             && !timeout.is_zero()
-            && streams.watch(key.as_ref(), timeout, timeout.saturating_add(self.answer), self.asks.as_ref())?
+            && streams.watch(keys, timeout, timeout.saturating_add(self.answer), self.asks.as_ref())?
         {
             return Ok(());
         }

@@ -29,7 +29,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, RecvMsg,
 use super::connect::{self, Access};
 use super::error::Error;
 use super::store::Asks;
-use crate::board::{Look, View};
+use crate::board::{Look, PARTS, View};
 use crate::coordinator::stream::keep_alive;
 use crate::frame::{self, About, HELLO, Inbound, MAGIC};
 use crate::secret::Token;
@@ -39,6 +39,13 @@ use crate::wire;
 const ASKING: Duration = Duration::from_millis(100);
 /// Connections that are kept for later calls.
 const KEPT: usize = 16;
+/// Of so many sets that went by the connection though the ring would do, one is waited for, so that it will.
+const MANY: u64 = 16;
+/// A connection that stood so short a time ago is taken to stand still by what goes over the board: to ask the system
+/// costs as much as all the rest. If it doesn't, the next call finds out, and says so.
+const FRESH: Duration = Duration::from_millis(1);
+/// Keys that are looked for on the board at once.
+const LOOKED_FOR: usize = 256;
 /// What isn't waited for, if the coordinator takes it.
 const QUIET: Quiet = Quiet { key_bytes: 4096, value_bytes: 64 << 10, keys: 1024 };
 
@@ -57,6 +64,10 @@ pub(super) struct Streams {
     /// The name of this client in quiet calls, and how many it has made.
     client: AtomicU64,
     sent: AtomicU64,
+    /// So many of them are known to be done.
+    known: AtomicU64,
+    /// Sets that would have gone by the ring if all of them were.
+    missed: AtomicU64,
     quiet: Quiet,
     idle: Mutex<Idle>,
 }
@@ -98,6 +109,8 @@ struct Line {
     number: u64,
     /// As whose it was opened.
     client: u64,
+    /// When it was last seen to stand, other than when it was made.
+    stood: Option<Instant>,
     /// A quiet call was made on it, and nothing answered since.
     unsure: bool,
     message_bytes: usize,
@@ -124,6 +137,7 @@ impl From<io::Error> for Failed {
 
 /// A call: how it is written, and how its answer is read.
 struct Exchange<E, R> {
+    /// Given the call's number, and those before it.
     encode: E,
     read: R,
 }
@@ -173,12 +187,23 @@ impl Streams {
         let _ = keep_alive(&line.socket, silence);
         let idle = Mutex::new(Idle { owner: podring_fork::generation(), lines: vec![line] });
         let endpoint = access.endpoints.join(", ").into();
-        let (client, sent) = (AtomicU64::new(client), AtomicU64::new(0));
+        let [client, sent, known, missed] = [client, 0, 0, 0].map(AtomicU64::new);
         let least = |most: usize, theirs: u64| usize::try_from(theirs).map_or(most, |theirs| most.min(theirs));
         let (key_bytes, value_bytes) =
             (least(QUIET.key_bytes, hello.key_bytes), least(QUIET.value_bytes, hello.value_bytes));
         let quiet = Quiet { key_bytes, value_bytes, keys: least(QUIET.keys, hello.quiet_keys.into()) };
-        Ok(Some(Streams { endpoint, instance: hello.instance, silence, road, client, sent, quiet, idle }))
+        Ok(Some(Streams {
+            endpoint,
+            instance: hello.instance,
+            silence,
+            road,
+            client,
+            sent,
+            known,
+            missed,
+            quiet,
+            idle,
+        }))
     }
 
     /// Makes a call and waits for its answer, for at most `limit`.
@@ -189,8 +214,7 @@ impl Streams {
         limit: Duration,
         asks: Option<&Asks>,
     ) -> Result<Reply, Error> {
-        let encode = |number, out: &mut Vec<u8>| {
-            let after = self.sent.load(Ordering::SeqCst);
+        let encode = |About { number, after, .. }, out: &mut Vec<u8>| {
             frame::encode(&pb::StoreCall { number, quiet: false, after, call: Some(what) }, out);
         };
         self.exchange(call, Exchange { encode, read: decoded }, limit, asks)
@@ -202,11 +226,24 @@ impl Streams {
         if key.len() > self.quiet.key_bytes || value.len() > self.quiet.value_bytes {
             return Ok(false);
         }
+        let line = self.fresh_line("set", limit, asks)?;
+        if let Some(board) = &line.board
+            && line.client != 0
+            && board.is_open(key, value)
+        {
+            // The coordinator takes the ring in before what it reads from a connection: what was said there must be done.
+            let sure = self.known.load(Ordering::SeqCst) >= self.sent.load(Ordering::SeqCst);
+            if sure || self.missed.fetch_add(1, Ordering::Relaxed) % MANY == MANY - 1 {
+                let posted = sure && board.post(line.client, key, value);
+                self.keep(line);
+                return Ok(posted);
+            }
+        }
         let encode = |About { number, after, quiet }, out: &mut Vec<u8>| {
             let request = pb::SetRequest { instance: self.instance, key: key.to_owned(), value: value.to_owned() };
             frame::encode(&pb::StoreCall { number, quiet, after, call: Some(Call::Set(request)) }, out);
         };
-        self.say("set", encode, limit, asks)
+        self.say(line, ("set", encode), limit, asks)
     }
 
     /// A multi_set that isn't waited for, in the same way.
@@ -227,22 +264,18 @@ impl Streams {
             return Ok(false);
         }
         let encode = |about, out: &mut Vec<u8>| frame::multi_set(about, self.instance, keys, values, out);
-        self.say("multi_set", encode, limit, asks)
+        self.say(self.line("multi_set", limit, asks)?, ("multi_set", encode), limit, asks)
     }
 
     /// Writes a quiet call. `false`: the coordinator doesn't know this client, and nothing was done.
     fn say(
         &self,
-        call: &'static str,
-        encode: impl FnOnce(About, &mut Vec<u8>),
+        mut line: Line,
+        (call, encode): (&'static str, impl FnOnce(About, &mut Vec<u8>)),
         limit: Duration,
         asks: Option<&Asks>,
     ) -> Result<bool, Error> {
         let until = Until { deadline: Instant::now() + limit, asks };
-        let mut line = match self.kept()? {
-            Some(line) => line,
-            None => self.open(call, limit.min(self.silence), asks)?,
-        };
         if line.client == 0 || line.client != self.client.load(Ordering::SeqCst) {
             self.keep(line);
             return Ok(false);
@@ -263,12 +296,8 @@ impl Streams {
     fn rename(&self, idle: &mut Idle) {
         *idle = Idle { owner: podring_fork::generation(), lines: Vec::new() };
         self.sent.store(0, Ordering::SeqCst);
+        self.known.store(0, Ordering::SeqCst);
         self.client.store(nonce(), Ordering::SeqCst);
-    }
-
-    /// Of a call that is answered.
-    fn about(&self, number: u64) -> About {
-        About { number, after: self.sent.load(Ordering::SeqCst), quiet: false }
     }
 
     /// multi_set, with nothing copied but into the frame.
@@ -278,8 +307,8 @@ impl Streams {
         limit: Duration,
         asks: Option<&Asks>,
     ) -> Result<Reply, Error> {
-        let encode = |number, out: &mut Vec<u8>| {
-            frame::multi_set(self.about(number), self.instance, keys, values, out);
+        let encode = |about, out: &mut Vec<u8>| {
+            frame::multi_set(about, self.instance, keys, values, out);
         };
         self.exchange("multi_set", Exchange { encode, read: decoded }, limit, asks)
     }
@@ -293,8 +322,8 @@ impl Streams {
         limit: Duration,
         asks: Option<&Asks>,
     ) -> Result<Reply, Error> {
-        let encode = |number, out: &mut Vec<u8>| {
-            frame::multi_get(self.about(number), self.instance, keys, timeout_ms, out);
+        let encode = |about, out: &mut Vec<u8>| {
+            frame::multi_get(about, self.instance, keys, timeout_ms, out);
         };
         let read = |message: &[u8]| match frame::read_values(message) {
             Some((number, values)) => {
@@ -306,41 +335,38 @@ impl Streams {
         self.exchange("multi_get", Exchange { encode, read }, limit, asks)
     }
 
-    /// Waits for a key by the board, for at most `timeout`; true if it exists. Otherwise the coordinator must be asked.
+    /// Waits for keys by the board, for at most `timeout`; true if all exist. Otherwise the coordinator must be asked.
     /// `limit` is for a connection, if there is none.
-    pub(super) fn watch(
+    pub(super) fn watch<K: AsRef<str>>(
         &self,
-        key: &str,
+        keys: &[K],
         timeout: Duration,
         limit: Duration,
         asks: Option<&Asks>,
     ) -> Result<bool, Error> {
         let began = Instant::now();
         let until = Until { deadline: began + timeout, asks };
-        let line = match self.kept()? {
-            Some(line) => line,
-            None => self.open("wait", limit.min(self.silence), asks)?,
-        };
-        let Some(board) = &line.board else {
+        let line = self.fresh_line("wait", limit, asks)?;
+        let Some(board) = line.board.as_ref().filter(|_| (1..=LOOKED_FOR).contains(&keys.len())) else {
             self.keep(line);
             return Ok(false);
         };
-        let print = board.print(key);
+        let prints: Vec<u64> = keys.iter().map(|key| board.print(key.as_ref())).collect();
         let seen = loop {
-            let changes = match board.look(print) {
+            let (print, changes) = match board.all(&prints) {
                 Look::There => break true,
                 Look::Unknown => break false,
-                Look::Absent(changes) => changes,
+                Look::Absent { print, changes } => (print, changes),
             };
             let left = until.deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break false;
             }
-            if board.sleep(print, changes, left.min(ASKING)) {
+            if board.sleep(print, changes, left.min(ASKING), keys.len() == 1) {
                 continue;
             }
             if !line.alive() {
-                if line.unsure {
+                if line.owes() {
                     self.rename(&mut self.idle.lock());
                 }
                 let broken = Failed::Broken("it closed the connection".to_owned());
@@ -363,26 +389,27 @@ impl Streams {
         asks: Option<&Asks>,
     ) -> Result<Reply, Error>
     where
-        E: FnOnce(u64, &mut Vec<u8>),
+        E: FnOnce(About, &mut Vec<u8>),
         R: FnOnce(&[u8]) -> Result<pb::StoreReply, Failed>,
     {
         let began = Instant::now();
         let deadline = began + limit;
         let until = Until { deadline, asks };
         let failed = |failed| self.failed(call, failed, began.elapsed());
-        let mut line = match self.kept()? {
-            Some(line) => line,
-            None => self.open(call, limit.min(self.silence), asks)?,
-        };
-        let reply = match line.exchange(what, &until) {
+        let mut line = self.line(call, limit, asks)?;
+        let (client, after) = (line.client, self.sent.load(Ordering::SeqCst));
+        let reply = match line.exchange(after, what, &until) {
             Ok(reply) => reply,
             Err(why) => {
-                if line.unsure && matches!(why, Failed::Broken(_) | Failed::Nonsense(_)) {
+                if matches!(why, Failed::Broken(_) | Failed::Nonsense(_)) && line.owes() {
                     self.rename(&mut self.idle.lock());
                 }
                 return Err(failed(why));
             }
         };
+        if !matches!(reply, Reply::Refused(_)) && client == self.client.load(Ordering::SeqCst) {
+            self.known.fetch_max(after, Ordering::SeqCst);
+        }
         self.keep(line);
         match reply {
             Reply::Refused(refused) => {
@@ -409,20 +436,41 @@ impl Streams {
         }
     }
 
-    /// A kept connection that is alive. An error, once, if one has ended before a set was known to be done.
-    fn kept(&self) -> Result<Option<Line>, Error> {
+    /// A connection for a call.
+    fn line(&self, call: &'static str, limit: Duration, asks: Option<&Asks>) -> Result<Line, Error> {
+        match self.kept(None)? {
+            Some(line) => Ok(line),
+            None => self.open(call, limit.min(self.silence), asks),
+        }
+    }
+
+    /// One that stood a moment ago will do.
+    fn fresh_line(&self, call: &'static str, limit: Duration, asks: Option<&Asks>) -> Result<Line, Error> {
+        match self.kept(Some(Instant::now()))? {
+            Some(line) => Ok(line),
+            None => self.open(call, limit.min(self.silence), asks),
+        }
+    }
+
+    /// A kept connection that is alive. An error, once, if one has ended before a set was known to be done. `now`: one
+    /// that was [`FRESH`] ago will do.
+    fn kept(&self, now: Option<Instant>) -> Result<Option<Line>, Error> {
         let mut idle = self.idle.lock();
         let me = podring_fork::generation();
         if idle.owner != me {
             // Those of the process this one was forked from, closed here by now.
             self.rename(&mut idle);
         }
-        while let Some(line) = idle.lines.pop() {
-            let alive = line.alive();
+        while let Some(mut line) = idle.lines.pop() {
+            let fresh = now.zip(line.stood).is_some_and(|(now, stood)| now.saturating_duration_since(stood) < FRESH);
+            let alive = fresh || line.alive();
+            if !fresh {
+                line.stood = now.filter(|_| alive);
+            }
             if alive && line.client == self.client.load(Ordering::SeqCst) {
                 return Ok(Some(line));
             }
-            if !alive && line.unsure {
+            if !alive && line.owes() {
                 self.rename(&mut idle);
                 let how = "it closed the connection; whether a set before was done isn't known".to_owned();
                 return Err(Error::CoordinatorLost { endpoint: self.endpoint.to_string(), how });
@@ -447,7 +495,9 @@ impl Streams {
         loop {
             let name = (self.client.load(Ordering::SeqCst), self.sent.load(Ordering::SeqCst));
             let how = match self.road.socket(&until).and_then(|socket| self.road.greet(socket, name, &until)) {
-                Ok(Ok((line, _))) => {
+                Ok(Ok((mut line, hello))) => {
+                    // What the board of another life shows is nothing of this store's.
+                    line.board = line.board.filter(|_| hello.instance == self.instance);
                     let _ = keep_alive(&line.socket, self.silence);
                     return Ok(line);
                 }
@@ -495,15 +545,16 @@ impl Road {
         let socket = Guarded::new(socket);
         set_socket_timeout(&socket, Timeout::Recv, Some(ASKING)).map_err(|error| Failed::Broken(error.to_string()))?;
         let (out, unsure, board) = (Vec::new(), false, None);
-        let mut line = Line { socket, inbound, out, number: 0, client, unsure, message_bytes, board };
+        let mut line = Line { socket, inbound, out, number: 0, client, stood: None, unsure, message_bytes, board };
         let token = self.token.as_ref().map(Token::reveal).unwrap_or_default();
         let hello = pb::StoreHello { version: wire::VERSION.to_owned(), token, client, sent };
         let mut out = Vec::new();
         frame::encode(&hello, &mut out);
         out.splice(..0, *MAGIC);
         line.write(&out, until)?;
-        if let Some(fd) = line.passed(until)? {
-            line.board = self.view(&fd);
+        let passed = line.passed(until)?;
+        if !passed.is_empty() {
+            line.board = self.view(passed);
         }
         match line.answer(0, HELLO, until, decoded)? {
             Reply::Hello(hello) => {
@@ -521,11 +572,11 @@ impl Road {
 }
 
 impl Road {
-    /// The board that a descriptor is of; one for all connections to the same coordinator.
-    fn view(&self, fd: &OwnedFd) -> Option<Arc<View>> {
+    /// The board that descriptors are of; one for all connections to the same coordinator.
+    fn view(&self, parts: Vec<OwnedFd>) -> Option<Arc<View>> {
         let mut last = self.board.lock();
-        if !last.as_ref().is_some_and(|view| view.is_of(fd)) {
-            *last = View::new(fd).ok().map(Arc::new);
+        if !last.as_ref().is_some_and(|view| view.is_of(&parts)) {
+            *last = View::new(parts).ok().map(Arc::new);
         }
         last.clone()
     }
@@ -550,8 +601,8 @@ impl Line {
     }
 
     /// Reads until the answer to the hello is there; what came with it.
-    fn passed(&mut self, until: &Until<'_>) -> Result<Option<OwnedFd>, Failed> {
-        let mut passed = None;
+    fn passed(&mut self, until: &Until<'_>) -> Result<Vec<OwnedFd>, Failed> {
+        let mut passed = Vec::new();
         loop {
             match self.inbound.next(HELLO) {
                 Ok(Some(range)) if range.end <= self.inbound.bytes.len() => return Ok(passed),
@@ -560,7 +611,7 @@ impl Line {
                 Err(frame::TooLong(_)) => return Ok(passed),
             }
             let mut bytes = [0; 1024];
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(PARTS))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let into = &mut [IoSliceMut::new(&mut bytes)];
             match recvmsg(&self.socket, into, &mut control, RecvFlags::CMSG_CLOEXEC) {
@@ -568,8 +619,8 @@ impl Line {
                 Ok(got) => {
                     self.inbound.bytes.extend_from_slice(&bytes[..got.bytes]);
                     for message in control.drain() {
-                        if let RecvAncillaryMessage::ScmRights(mut rights) = message {
-                            passed = rights.next().or(passed);
+                        if let RecvAncillaryMessage::ScmRights(rights) = message {
+                            passed.extend(rights);
                         }
                     }
                 }
@@ -580,14 +631,20 @@ impl Line {
         }
     }
 
-    fn exchange<E, R>(&mut self, what: Exchange<E, R>, until: &Until<'_>) -> Result<Reply, Failed>
+    /// Whether something that was said or set isn't known to be done. Asked of one that has ended.
+    fn owes(&self) -> bool {
+        // Both: what the board owes is told once.
+        self.board.as_ref().is_some_and(|board| board.owes()) | self.unsure
+    }
+
+    fn exchange<E, R>(&mut self, after: u64, what: Exchange<E, R>, until: &Until<'_>) -> Result<Reply, Failed>
     where
-        E: FnOnce(u64, &mut Vec<u8>),
+        E: FnOnce(About, &mut Vec<u8>),
         R: FnOnce(&[u8]) -> Result<pb::StoreReply, Failed>,
     {
         self.number += 1;
         let mut out = std::mem::take(&mut self.out);
-        (what.encode)(self.number, &mut out);
+        (what.encode)(About { number: self.number, after, quiet: false }, &mut out);
         let long = out.len() - frame::HEAD > self.message_bytes;
         let written = if long { Err(Failed::TooLong(out.len())) } else { self.write(&out, until) };
         self.out = out;

@@ -14,7 +14,11 @@
 //! | barrier | barrier | barrier | barrier |
 //!
 //! The rest goes over the fabric alone: all_to_all, gather, scatter, send, recv, and AVG of integers, whose quotient of
-//! quotients would be another number. A group's collectives run one after another here.
+//! quotients would be another number.
+//!
+//! Collectives run one after another in a [`Line`]. Where the slice's ranks are threads it is the group's own. Where each
+//! process has one chip it is the process's, for all its groups, those within one slice too: an operation's programs are
+//! launched as its steps come to them, and without the line that would be another order on every rank.
 
 use std::{
     collections::VecDeque,
@@ -33,7 +37,7 @@ use podring_ici::engine::{self as ici, Failure, Ticket, Times};
 use podring_ici::pjrt::Buffer;
 use smallvec::SmallVec;
 
-use super::device::{Inside, cut, flat, pack};
+use super::device::{cut, flat, pack};
 use super::{Broken, DeviceCall, DeviceError, Devices, Engine, Opening, Operation};
 use crate::runtime::Process;
 use crate::world::channel;
@@ -66,24 +70,82 @@ struct AcrossOperation {
     source: OnceLock<u32>,
 }
 
+/// What runs inside a slice.
+pub(super) trait Within: Engine {
+    /// Starts an operation.
+    fn start(&self, seq: u64, call: DeviceCall, timeout: Duration) -> Arc<Ticket>;
+    /// Fails everything under way and to come.
+    fn fail_with(&self, failure: Failure);
+    /// Why it is broken, if it is.
+    fn exact_failure(&self) -> Option<Arc<Failure>>;
+}
+
+/// Operations that run one after another.
+#[derive(Default)]
+pub(crate) struct Line(Mutex<Waiting>);
+
+#[derive(Default)]
+struct Waiting {
+    busy: bool,
+    jobs: VecDeque<(Arc<Shared>, Job)>,
+}
+
+impl Line {
+    /// The job, if it is its turn; else it waits for it.
+    fn take(&self, group: &Arc<Shared>, job: Job) -> Option<Job> {
+        let mut waiting = self.0.lock();
+        if !std::mem::replace(&mut waiting.busy, true) {
+            return Some(job);
+        }
+        waiting.jobs.push_back((group.clone(), job));
+        None
+    }
+
+    /// The next, now that one has ended.
+    fn next(&self) -> Option<(Arc<Shared>, Job)> {
+        let mut waiting = self.0.lock();
+        let next = waiting.jobs.pop_front();
+        waiting.busy = next.is_some();
+        next
+    }
+
+    /// What a group has waiting.
+    fn withdraw(&self, group: &Shared) -> Vec<Job> {
+        let mut waiting = self.0.lock();
+        let (own, others) =
+            std::mem::take(&mut waiting.jobs).into_iter().partition(|(of, _)| std::ptr::eq(&**of, group));
+        waiting.jobs = others;
+        let own: VecDeque<(Arc<Shared>, Job)> = own;
+        own.into_iter().map(|(_, job)| job).collect()
+    }
+}
+
 #[derive(Default)]
 struct Queue {
-    busy: bool,
-    waiting: VecDeque<Job>,
     broken: Option<Broken>,
     pending: usize,
 }
 
+/// The fabric's channels between slices.
+#[derive(Clone, Copy)]
+struct Channels {
+    /// To this member's counterparts.
+    between: u64,
+    /// Among all members.
+    host: u64,
+}
+
 struct Shared {
     process: Arc<Process>,
-    inside: Inside,
+    inside: Box<dyn Within>,
     /// Positions in the group of each slice's members.
     touched: Vec<Vec<u32>>,
     /// This rank: which slice of those, and which member of it.
     slice: usize,
     me: usize,
-    between: u64,
-    host: u64,
+    /// None in a group within one slice.
+    channels: Option<Channels>,
+    line: Arc<Line>,
     inside_seq: AtomicU64,
     between_seq: AtomicU64,
     host_seq: AtomicU64,
@@ -95,7 +157,14 @@ struct Shared {
 pub(super) struct Across(Arc<Shared>);
 
 impl Across {
-    pub fn open(opening: &Opening, inside: Inside, touched: &[Vec<u32>], me: u32) -> Result<Across, DeviceError> {
+    /// `touched` has the positions in the group of each slice's members; this rank is number `me` of its slice's.
+    pub fn open(
+        opening: &Opening,
+        inside: Box<dyn Within>,
+        line: Arc<Line>,
+        touched: &[Vec<u32>],
+        me: u32,
+    ) -> Result<Across, DeviceError> {
         let hub = &opening.process.hub;
         let slice = touched.iter().position(|members| members.contains(&opening.me)).unwrap_or(0);
         let open = |name: String, me: u32, positions: &[u32]| {
@@ -106,23 +175,22 @@ impl Across {
             Ok::<u64, DeviceError>(id)
         };
         let counterparts: Vec<u32> = touched.iter().map(|members| members[me as usize]).collect();
-        let between = open(format!("{}/between slices/{me}", opening.name), slice as u32, &counterparts)?;
         let everybody: Vec<u32> = (0..opening.global.len() as u32).collect();
-        let host = match open(format!("{}/of devices", opening.name), opening.me, &everybody) {
-            Ok(host) => host,
-            Err(error) => {
-                hub.close(between);
-                return Err(error);
-            }
+        let channels = || {
+            let between = open(format!("{}/between slices/{me}", opening.name), slice as u32, &counterparts)?;
+            let host = open(format!("{}/of devices", opening.name), opening.me, &everybody);
+            let host = host.inspect_err(|_| hub.close(between))?;
+            Ok::<Channels, DeviceError>(Channels { between, host })
         };
+        let channels = if touched.len() > 1 { Some(channels()?) } else { None };
         Ok(Across(Arc::new(Shared {
             process: opening.process.clone(),
             inside,
             touched: touched.to_vec(),
             slice,
             me: me as usize,
-            between,
-            host,
+            channels,
+            line,
             inside_seq: AtomicU64::new(0),
             between_seq: AtomicU64::new(0),
             host_seq: AtomicU64::new(0),
@@ -182,6 +250,9 @@ impl Shared {
 
     /// What a collective is made of. Tensors are plain.
     fn steps(&self, call: &Collective, memory: &mut Vec<Vec<u64>>) -> VecDeque<Step> {
+        if self.touched.len() == 1 {
+            return VecDeque::from([Step::Inside(Box::new(call.clone()))]);
+        }
         let integers = |part: &Part| part.reduction == Some(Reduction::Avg) && !part.dtype.is_floating();
         let kind = call.kind;
         let alone = matches!(
@@ -301,14 +372,14 @@ impl Shared {
 
     /// Fails everything: here, in this slice, and for the counterparts.
     fn fail(&self, broken: Broken) {
-        let waiting = {
+        {
             let mut queue = self.queue.lock();
             if queue.broken.is_some() {
                 return;
             }
             queue.broken = Some(broken.clone());
-            std::mem::take(&mut queue.waiting)
-        };
+        }
+        let waiting = self.line.withdraw(self);
         let why = match &broken {
             Broken::Host(failure) => failure.to_string(),
             Broken::Device(failure) => failure.to_string(),
@@ -317,7 +388,7 @@ impl Shared {
             Broken::Device(failure) => (**failure).clone(),
             Broken::Host(_) => Failure::Aborted { by: None, why: why.clone() },
         });
-        for channel in [self.between, self.host] {
+        for channel in self.channels.iter().flat_map(|channels| [channels.between, channels.host]) {
             let failure = match &broken {
                 Broken::Host(failure) => (**failure).clone(),
                 Broken::Device(_) => HostFailure::Aborted { by: None, why: why.clone() },
@@ -344,35 +415,30 @@ impl Shared {
         operation.ticket.end(failure);
     }
 
-    /// Runs a job's steps until one has to be waited for.
-    fn advance(self: &Arc<Self>, mut job: Job) {
+    /// Runs a job's steps until one has to be waited for, and what comes behind it in the line.
+    fn advance(self: &Arc<Self>, job: Job) {
+        let (mut group, mut job) = (self.clone(), job);
+        while let Some(next) = group.clone().step(job) {
+            (group, job) = next;
+        }
+    }
+
+    /// The same, up to the job's end; then what is next.
+    fn step(self: Arc<Self>, mut job: Job) -> Option<(Arc<Shared>, Job)> {
         loop {
             let left = job.end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
             let step = job.steps.pop_front();
-            let (collective, channel) = match step {
-                None => {
+            let (collective, channel) = match (step, self.channels) {
+                (None, _) => {
                     let queued = job.queued;
                     self.end(job, None);
-                    if !queued {
-                        return;
-                    }
-                    let next = {
-                        let mut queue = self.queue.lock();
-                        let next = queue.waiting.pop_front();
-                        queue.busy = next.is_some();
-                        next
-                    };
-                    match next {
-                        Some(next) => job = next,
-                        None => return,
-                    }
-                    continue;
+                    return if queued { self.line.next() } else { None };
                 }
-                Some(Step::Local(act)) => {
+                (Some(Step::Local(act)), _) => {
                     act();
                     continue;
                 }
-                Some(Step::Inside(collective)) => {
+                (Some(Step::Inside(collective)), _) => {
                     let seq = self.inside_seq.fetch_add(1, Relaxed);
                     let ticket = self.inside.start(seq, DeviceCall::staged(*collective), left);
                     let (shared, done) = (self.clone(), ticket.clone());
@@ -384,12 +450,18 @@ impl Shared {
                         // Never deeper than a few steps: the next one has to be waited for.
                         goes_on();
                     }
-                    return;
+                    return None;
                 }
-                Some(Step::Between(collective)) => (collective, self.between),
-                Some(Step::Host(collective)) => (collective, self.host),
+                (Some(Step::Between(collective)), Some(channels)) => (collective, channels.between),
+                (Some(Step::Host(collective)), Some(channels)) => (collective, channels.host),
+                (Some(Step::Between(collective) | Step::Host(collective)), None) => {
+                    let why = format!("{collective} within one slice asked for the network between slices");
+                    let why = HostFailure::Aborted { by: None, why };
+                    return self.broken(job, Broken::Host(Arc::new(why)));
+                }
             };
-            let seq = match (collective.kind.is_point_to_point(), channel == self.between) {
+            let between = self.channels.is_some_and(|channels| channels.between == channel);
+            let seq = match (collective.kind.is_point_to_point(), between) {
                 (true, _) => &self.message_seq,
                 (_, true) => &self.between_seq,
                 _ => &self.host_seq,
@@ -415,28 +487,43 @@ impl Shared {
                 }
                 Err(error) => {
                     let why = HostFailure::Aborted { by: None, why: error.to_string() };
-                    self.stop(job, Broken::Host(Arc::new(why)));
+                    return self.broken(job, Broken::Host(Arc::new(why)));
                 }
             }
-            return;
+            return None;
         }
     }
 
-    fn stop(&self, job: Job, broken: Broken) {
+    /// Ends a job that failed, and with it its group; then what is next.
+    fn broken(&self, job: Job, broken: Broken) -> Option<(Arc<Shared>, Job)> {
         self.fail(broken.clone());
-        let first = self.queue.lock().broken.clone();
+        let (first, queued) = (self.queue.lock().broken.clone(), job.queued);
         self.end(job, Some(first.unwrap_or(broken)));
+        if queued { self.line.next() } else { None }
+    }
+
+    /// The same, and goes on with that.
+    fn stop(&self, job: Job, broken: Broken) {
+        if let Some((group, job)) = self.broken(job, broken) {
+            group.advance(job);
+        }
     }
 }
 
 impl Engine for Across {
+    fn runs(&self, collective: &Collective) -> bool {
+        self.0.inside.runs(collective)
+    }
+
     fn post(&self, seq: u64, mut call: DeviceCall, timeout: Duration) -> Arc<dyn Operation> {
         let shared = &self.0;
         let ticket = Ticket::manual(seq, timeout, Devices::runner(&shared.process));
         let operation = Arc::new(AcrossOperation { ticket, broken: OnceLock::new(), source: OnceLock::new() });
         let broken = match self.broken() {
             None if call.inputs.is_some() => {
-                let why = "buffers that stay on the devices can't cross slices: pass tensors".to_owned();
+                let why = "buffers that stay on the devices can't cross slices, nor wait in line in a job of several: \
+                           pass tensors"
+                    .to_owned();
                 Some(Broken::Device(Arc::new(Failure::Aborted { by: None, why })))
             }
             broken => broken,
@@ -454,13 +541,10 @@ impl Engine for Across {
             shared.end(job, broken);
             return operation;
         }
-        let mut queue = shared.queue.lock();
-        if queued && std::mem::replace(&mut queue.busy, true) {
-            queue.waiting.push_back(job);
-            return operation;
+        let turn = if queued { shared.line.take(shared, job) } else { Some(job) };
+        if let Some(job) = turn {
+            shared.advance(job);
         }
-        drop(queue);
-        shared.advance(job);
         operation
     }
 
@@ -497,7 +581,7 @@ impl Engine for Across {
 
     fn close(&self) {
         self.0.inside.close();
-        for channel in [self.0.between, self.0.host] {
+        for channel in self.0.channels.iter().flat_map(|channels| [channels.between, channels.host]) {
             self.0.process.hub.close(channel);
         }
     }

@@ -11,11 +11,13 @@ use std::{
 
 use podring_collective::{Blocks, Collective, DType, Kind, Layout, Part, Reduction, Tensor};
 use podring_fabric::hub::{Call, ChannelSpec};
-use podring_ici::engine::{self as ici, Chip, Failure, GroupSpec, Peers, Seat};
+use podring_ici::cache::Share;
+use podring_ici::engine::{self as ici, Chip, Failure, GroupSpec, Peers, Seat, Ticket};
 use smallvec::SmallVec;
 
+use super::across::{Across, Within};
 use super::device::pack;
-use super::{Broken, DeviceCall, DeviceError, Devices, Engine, Opening, Operation};
+use super::{Broken, DeviceCall, DeviceError, Devices, Engine, Opening, Operation, Patience, StoreShare};
 use crate::runtime::Process;
 use crate::world::channel;
 
@@ -27,6 +29,7 @@ struct Hosts {
     /// For sizes, apart from the collectives of tensors in the hosts' memory.
     sizes: u64,
     seq: AtomicU64,
+    share: Option<StoreShare>,
 }
 
 impl Peers for Hosts {
@@ -55,6 +58,10 @@ impl Peers for Hosts {
     fn over(&self) -> Option<String> {
         self.process.hub.failure(self.group).map(|failure| failure.to_string())
     }
+
+    fn share(&self) -> Option<&dyn Share> {
+        Some(self.share.as_ref()?)
+    }
 }
 
 impl Drop for Hosts {
@@ -65,36 +72,97 @@ impl Drop for Hosts {
     }
 }
 
-/// A group of a chip.
-pub(super) struct OnChip {
+/// The engine of a group of chips; none if its device collectives have to go over the hosts' network.
+pub(super) fn open(chip: &Arc<Chip>, opening: &Opening) -> Result<Option<Arc<dyn Engine>>, DeviceError> {
+    let group = || opening.name.to_owned();
+    let slice = chip.slice().filter(|slice| chip.devices() > slice.devices_per_slice());
+    if opening.whole && opening.global.len() as u32 != chip.devices() {
+        let (ranks, machine) = (opening.global.len() as u32, chip.name().to_owned());
+        let (slices, devices) = match slice {
+            Some(slice) => (slice.slices(), slice.devices_per_slice()),
+            None => (1, chip.devices()),
+        };
+        return Err(DeviceError::Count { group: group(), ranks, slices, devices, machine });
+    }
+    let rank = opening.global[opening.me as usize];
+    if rank != chip.rank() {
+        let (device, slice) = (chip.rank(), chip.name().to_owned());
+        return Err(DeviceError::Chip { group: group(), rank, device, slice });
+    }
+    let Some(slice) = slice else {
+        let everybody: Vec<u32> = (0..opening.global.len() as u32).collect();
+        return Ok(Some(Arc::new(OnChip::open(chip, opening, "", &everybody)?)));
+    };
+    // The members of each slice, as positions in the group.
+    let mut touched: Vec<(u32, Vec<u32>)> = Vec::new();
+    for (position, rank) in (0..).zip(opening.global) {
+        let of = rank / slice.devices_per_slice();
+        match touched.binary_search_by_key(&of, |(slice, _)| *slice) {
+            Ok(place) => touched[place].1.push(position),
+            Err(place) => touched.insert(place, (of, vec![position])),
+        }
+    }
+    let own = rank / slice.devices_per_slice();
+    let touched: Vec<(bool, Vec<u32>)> = touched.into_iter().map(|(of, members)| (of == own, members)).collect();
+    let Some((_, mine)) = touched.iter().find(|(own, _)| *own) else { return Ok(None) };
+    if touched.iter().any(|(_, members)| members.len() != mine.len()) {
+        return Ok(None);
+    }
+    let me = mine.iter().position(|&position| position == opening.me).unwrap_or(0) as u32;
+    let inside = OnChip::open(chip, opening, &format!("/slice {own}"), mine)?;
+    let touched: Vec<Vec<u32>> = touched.into_iter().map(|(_, members)| members).collect();
+    let across = Across::open(opening, Box::new(inside), opening.process.line.clone(), &touched, me)?;
+    Ok(Some(Arc::new(across)))
+}
+
+/// A group of chips of one slice.
+struct OnChip {
     seat: Seat,
     hosts: Arc<Hosts>,
 }
 
 impl OnChip {
-    pub fn open(chip: &Arc<Chip>, opening: &Opening) -> Result<OnChip, DeviceError> {
-        let group = || opening.name.to_owned();
-        if opening.whole && opening.global.len() as u32 != chip.devices() {
-            let (ranks, machine) = (opening.global.len() as u32, chip.name().to_owned());
-            return Err(DeviceError::Count { group: group(), ranks, slices: 1, devices: chip.devices(), machine });
-        }
-        let rank = opening.global[opening.me as usize];
-        if rank != chip.rank() {
-            let (device, slice) = (chip.rank(), chip.name().to_owned());
-            return Err(DeviceError::Chip { group: group(), rank, device, slice });
-        }
+    /// Of the members at these positions of the group, this rank among them; `part` says which those are.
+    fn open(chip: &Arc<Chip>, opening: &Opening, part: &str, positions: &[u32]) -> Result<OnChip, DeviceError> {
         let hub = &opening.process.hub;
-        let name = format!("{}/sizes", opening.name);
+        let name = format!("{}{part}/sizes", opening.name);
         let sizes = channel(opening.world.id, &name, opening.epoch);
-        let members = opening.world.members.clone();
-        let between = |reason: String| DeviceError::Between { group: group(), reason };
-        hub.open(ChannelSpec { id: sizes, name, me: opening.me, members })
-            .map_err(|error| between(error.to_string()))?;
-        let hosts =
-            Arc::new(Hosts { process: opening.process.clone(), group: opening.channel, sizes, seq: AtomicU64::new(0) });
-        let spec = GroupSpec { id: opening.channel, name: group(), devices: opening.global.to_vec() };
-        let seat = chip.open(&spec, opening.me, hosts.clone(), Devices::runner(opening.process))?;
+        let me = positions.iter().position(|&position| position == opening.me).unwrap_or(0) as u32;
+        let members = positions.iter().map(|&position| opening.world.members[position as usize].clone()).collect();
+        let between = |reason: String| DeviceError::Between { group: opening.name.to_owned(), reason };
+        hub.open(ChannelSpec { id: sizes, name, me, members }).map_err(|error| between(error.to_string()))?;
+        let members = positions.len() as u32;
+        let share = StoreShare::new(opening.store.clone(), Patience::default()).of(opening.world.id, members);
+        let hosts = Arc::new(Hosts {
+            process: opening.process.clone(),
+            group: opening.channel,
+            sizes,
+            seq: AtomicU64::new(0),
+            share: Some(share).filter(|_| members > 1),
+        });
+        let devices = positions.iter().map(|&position| opening.global[position as usize]).collect();
+        let spec = GroupSpec { id: opening.channel, name: opening.name.to_owned(), devices };
+        let seat = chip.open(opening.world.id, &spec, me, hosts.clone(), Devices::runner(opening.process))?;
         Ok(OnChip { seat, hosts })
+    }
+}
+
+impl Within for OnChip {
+    fn start(&self, seq: u64, mut call: DeviceCall, timeout: Duration) -> Arc<Ticket> {
+        if let Some(why) = self.hosts.over() {
+            self.seat.fail(Failure::Aborted { by: None, why });
+        }
+        let after = if call.inputs.is_none() { pack(&mut call.collective) } else { None };
+        let DeviceCall { collective, inputs, donate, keep, .. } = call;
+        self.seat.post(ici::Call { seq, collective, inputs, donate, keep, after, timeout })
+    }
+
+    fn fail_with(&self, failure: Failure) {
+        self.seat.fail(failure);
+    }
+
+    fn exact_failure(&self) -> Option<Arc<Failure>> {
+        self.seat.failure()
     }
 }
 
@@ -103,13 +171,8 @@ impl Engine for OnChip {
         self.seat.has_program(collective)
     }
 
-    fn post(&self, seq: u64, mut call: DeviceCall, timeout: Duration) -> Arc<dyn Operation> {
-        if let Some(why) = self.hosts.over() {
-            self.seat.fail(Failure::Aborted { by: None, why });
-        }
-        let after = if call.inputs.is_none() { pack(&mut call.collective) } else { None };
-        let DeviceCall { collective, inputs, donate, keep, .. } = call;
-        self.seat.post(ici::Call { seq, collective, inputs, donate, keep, after, timeout })
+    fn post(&self, seq: u64, call: DeviceCall, timeout: Duration) -> Arc<dyn Operation> {
+        self.start(seq, call, timeout)
     }
 
     fn warm(&self, calls: &[Collective], progress: &mut dyn FnMut(usize, usize)) -> Result<(), Broken> {

@@ -6,6 +6,7 @@ use podring_collective::{Blocks, Collective, DType, Layout, Tensor};
 use podring_ici::engine::{Call, Failure, Member, Ticket};
 use smallvec::SmallVec;
 
+use super::across::Within;
 use super::{Broken, DeviceCall, Engine, Operation};
 
 /// A tensor that isn't plain, and its plain copy.
@@ -83,18 +84,20 @@ impl Inside {
     pub fn new(member: Member) -> Self {
         Inside { member }
     }
+}
 
-    pub fn start(&self, seq: u64, mut call: DeviceCall, timeout: Duration) -> Arc<Ticket> {
+impl Within for Inside {
+    fn start(&self, seq: u64, mut call: DeviceCall, timeout: Duration) -> Arc<Ticket> {
         let after = if call.inputs.is_none() { pack(&mut call.collective) } else { None };
         let DeviceCall { collective, inputs, donate, keep, .. } = call;
         self.member.post(Call { seq, collective, inputs, donate, keep, after, timeout })
     }
 
-    pub fn fail_with(&self, failure: Failure) {
+    fn fail_with(&self, failure: Failure) {
         self.member.fail(failure);
     }
 
-    pub fn exact_failure(&self) -> Option<Arc<Failure>> {
+    fn exact_failure(&self) -> Option<Arc<Failure>> {
         self.member.failure()
     }
 }

@@ -25,9 +25,11 @@ use podring_ici::engine::{self as ici, Chip, GroupSpec, Machine, OpenError, Runn
 use podring_ici::pjrt::{Buffer, PjrtError};
 use smallvec::SmallVec;
 
+pub(crate) use across::Line;
 pub use share::{Patience, StoreShare};
 
 use crate::runtime::Process;
+use crate::store::Store;
 use crate::world::World;
 
 /// Why an operation, or its group, failed.
@@ -173,7 +175,7 @@ pub struct Devices {
 pub enum Hardware {
     /// The devices of a slice, in one process with all of the slice's ranks.
     Machine(Devices),
-    /// One device: rank r of the default group holds the r-th.
+    /// One device: rank r of the default group holds the r-th of the job's, which may be of several slices.
     Chip(Arc<Chip>),
 }
 
@@ -182,7 +184,7 @@ impl Hardware {
     pub(crate) fn open(&self, opening: &Opening) -> Result<Option<Arc<dyn Engine>>, DeviceError> {
         match self {
             Hardware::Machine(devices) => devices.open(opening),
-            Hardware::Chip(chip) => Ok(Some(Arc::new(chip::OnChip::open(chip, opening)?))),
+            Hardware::Chip(chip) => chip::open(chip, opening),
         }
     }
 }
@@ -260,6 +262,8 @@ pub(crate) struct Opening<'a> {
     pub whole: bool,
     pub world: &'a World,
     pub epoch: u64,
+    /// The group's own.
+    pub store: &'a Arc<dyn Store>,
 }
 
 impl Devices {
@@ -307,6 +311,7 @@ impl Devices {
         if touched.len() == 1 {
             return Ok(Some(Arc::new(inside)));
         }
-        across::Across::open(opening, inside, &touched, me).map(|across| Some(Arc::new(across) as Arc<dyn Engine>))
+        let across = across::Across::open(opening, Box::new(inside), Arc::default(), &touched, me)?;
+        Ok(Some(Arc::new(across)))
     }
 }

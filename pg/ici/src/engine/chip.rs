@@ -16,6 +16,8 @@
 //! What a program depends on is known to each rank, the sizes of other ranks' blocks excepted (all-to-all, gather,
 //! scatter): the largest are agreed upon over the hosts' network first ([`Peers`]).
 
+mod flight;
+
 use std::{
     sync::{
         Arc, Weak,
@@ -26,30 +28,26 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use podring_collective::{Collective, Keep};
+use podring_collective::Collective;
 use podring_topology::Slice;
 use rustc_hash::FxHashMap;
-use smallvec::SmallVec;
 
 use super::{
     constants::Constants,
     failure::Failure,
     group::{Call, GroupSpec, OpenError},
     key::{self, Target},
-    launch::{self, Arrangement, Place, Prepared},
+    launch::Arrangement,
     launching::Launching,
     order::Order,
-    stage,
     ticket::{Free, Runner, Ticket, now},
 };
 use crate::{
-    cache::{Cache, Counts, Disk},
-    pjrt::{Buffer, Client, Event, OnReady, PjrtError, Plugin, VIEW_ALIGNMENT, Value},
-    program::{Backend, Role, Unsupported},
+    cache::{Cache, Counts, Disk, Share, Shared},
+    pjrt::{Client, PjrtError, Value},
+    program::Backend,
 };
-
-/// How often deadlines of running programs are looked at.
-const TICK: Duration = Duration::from_millis(20);
+use flight::{Job, Landed, land, launcher, release};
 
 /// How a chip is used.
 #[derive(Default)]
@@ -74,6 +72,10 @@ pub trait Peers: Send + Sync {
     fn most(&self, numbers: &mut [u64], limit: Duration) -> Result<(), String>;
     /// Why the group is over, if that came to be known otherwise than by a program.
     fn over(&self) -> Option<String>;
+    /// Where members hand each other compiled programs, so that one compiles and the others get it.
+    fn share(&self) -> Option<&dyn Share> {
+        None
+    }
 }
 
 /// This process's device among those of its job.
@@ -123,46 +125,6 @@ impl Threads {
     }
 }
 
-/// A call on its way to the device.
-struct Job {
-    group: Arc<Group>,
-    call: Call,
-    ticket: Arc<Ticket>,
-    deadline: Instant,
-    mark: u64,
-}
-
-/// A launched program that was not done at once.
-struct Flight {
-    job: Job,
-    prepared: Arc<Prepared>,
-    outputs: SmallVec<[Buffer; 1]>,
-    event: Event,
-}
-
-/// A program on its way: its results, and when they are there.
-type Launched = (Arc<Prepared>, SmallVec<[Buffer; 1]>, Event);
-
-enum Landed {
-    Started(Box<Flight>),
-    /// Some program is done.
-    Some,
-}
-
-/// Tells the thread that waits for programs.
-struct Bell(mpsc::Sender<Landed>, Arc<Plugin>);
-
-impl OnReady for Bell {
-    fn plugin(&self) -> Option<&Arc<Plugin>> {
-        Some(&self.1)
-    }
-
-    fn ready(&self, _: Result<(), PjrtError>) {
-        // The outcome is asked for again by whoever hears this; nobody hears it only when the chip is gone.
-        let _ = self.0.send(Landed::Some);
-    }
-}
-
 #[derive(Default)]
 struct State {
     failed: Option<Arc<Failure>>,
@@ -177,8 +139,8 @@ struct State {
 struct Group {
     chip: Arc<Chip>,
     name: String,
-    /// In the order of posts.
-    place: usize,
+    /// Its world's number and its own, in the order of posts.
+    id: (u128, u64),
     me: u32,
     size: usize,
     arrangement: Arrangement,
@@ -212,7 +174,7 @@ impl Chip {
         let threads = if options.played { Threads::Each(Mutex::default()) } else { Threads::One(launcher()?) };
         let (landing, landed) = mpsc::channel();
         let chip = Arc::new(Chip {
-            cache: Cache::new(client.clone(), options.disk)?.with(options.overrides, None),
+            cache: Cache::new(client.clone(), options.disk)?.with(options.overrides, None).within(&name),
             client,
             ids,
             rank: rank as u32,
@@ -263,9 +225,21 @@ impl Chip {
         !collective.kind.is_point_to_point() && key::of(collective, members, self.target).is_ok()
     }
 
-    /// Opens a group for this process. Every member does, with the same `spec`, whose devices are ranks.
+    /// The slice that the devices are of.
+    pub fn slice(&self) -> Option<&Slice> {
+        self.slice.as_ref()
+    }
+
+    /// What is kept of groups: how many are open, and of how many sets of members it is known what was posted in groups
+    /// that have ended, while their world stands.
+    pub fn groups(&self) -> (usize, usize) {
+        self.order.lock().known()
+    }
+
+    /// Opens a group of a world for this process. Every member does, with the same `spec`, whose devices are ranks.
     pub fn open(
         self: &Arc<Self>,
+        world: u128,
         spec: &GroupSpec,
         me: u32,
         peers: Arc<dyn Peers>,
@@ -284,11 +258,11 @@ impl Chip {
         members.sort_unstable();
         let no_thread = |error: PjrtError| OpenError::Thread { group: spec.name.clone(), why: error.to_string() };
         let jobs = self.threads.of(&members).map_err(no_thread)?;
-        let place = self.order.lock().enter(spec.id, members);
+        self.order.lock().enter(world, spec.id, members);
         Ok(Seat(Arc::new(Group {
             chip: self.clone(),
             name: spec.name.clone(),
-            place,
+            id: (world, spec.id),
             me,
             size: spec.devices.len(),
             arrangement,
@@ -304,7 +278,7 @@ impl Chip {
     fn submit(&self, group: &Arc<Group>, call: Call, ticket: Arc<Ticket>, deadline: Instant) -> Option<Call> {
         let fingerprint = call.collective.fingerprint();
         let mut order = self.order.lock();
-        let mark = order.mark(group.place, fingerprint);
+        let mark = order.mark(group.id.0, group.id.1, fingerprint);
         let job = Job { group: group.clone(), call, ticket, deadline, mark };
         group.jobs.send(job).err().map(|refused| refused.0.call)
     }
@@ -318,276 +292,6 @@ fn thread(name: &str, act: impl FnOnce() + Send + 'static) -> Result<(), PjrtErr
         got: error.to_string(),
     };
     spawned.map(drop).map_err(wrong)
-}
-
-/// A thread that runs calls one after another, until nobody can send any.
-fn launcher() -> Result<Arc<Launcher>, PjrtError> {
-    let (jobs, posted) = mpsc::channel::<Job>();
-    thread("podring-chip", move || posted.into_iter().for_each(Job::run))?;
-    Ok(Arc::new(jobs))
-}
-
-/// Waits for programs that were not done when they were launched, and for their deadlines.
-fn land(landed: &mpsc::Receiver<Landed>, chip: &Weak<Chip>) {
-    let mut flights: Vec<Box<Flight>> = Vec::new();
-    loop {
-        let limit = if flights.is_empty() { Duration::from_secs(5) } else { TICK };
-        match landed.recv_timeout(limit) {
-            Ok(Landed::Started(flight)) => flights.push(flight),
-            Ok(Landed::Some) | Err(mpsc::RecvTimeoutError::Timeout) => {}
-            Err(mpsc::RecvTimeoutError::Disconnected) => return,
-        }
-        // The thread that held the last flight of a chip that is gone is this one.
-        if flights.is_empty() && chip.strong_count() == 0 {
-            return;
-        }
-        let now = Instant::now();
-        let mut index = 0;
-        while let Some(flight) = flights.get(index) {
-            match flight.event.is_ready() {
-                Ok(false) => {
-                    if now >= flight.job.deadline {
-                        flight.job.group.fail(Arc::new(flight.job.overdue()));
-                    }
-                    index += 1;
-                }
-                Ok(true) | Err(_) => flights.swap_remove(index).end(),
-            }
-        }
-    }
-}
-
-impl Job {
-    fn overdue(&self) -> Failure {
-        Failure::Timeout {
-            op: self.call.collective.to_string(),
-            seq: self.ticket.seq(),
-            after_ms: u64::try_from(self.ticket.timeout().as_millis()).unwrap_or(u64::MAX),
-            missing: Vec::new(),
-            called: Vec::new(),
-        }
-    }
-
-    fn plugin_failure(&self, doing: &'static str, error: PjrtError) -> Arc<Failure> {
-        Arc::new(Failure::Plugin {
-            doing,
-            program: self.call.collective.to_string(),
-            group: self.group.name.clone(),
-            slice: self.group.chip.name.clone(),
-            rank: Some(self.group.me),
-            error: Box::new(error),
-        })
-    }
-
-    /// On a thread of the chip's.
-    fn run(self) {
-        let group = self.group.clone();
-        let launching = Launching::until(self.deadline, self.mark).watching({
-            let peers = group.peers.clone();
-            move || peers.over()
-        });
-        let launching = Arc::new(launching);
-        {
-            let mut state = group.state.lock();
-            if let Some(failure) = state.failed.clone() {
-                drop(state);
-                return self.end(Some(failure));
-            }
-            state.current = Some(launching.clone());
-        }
-        let outcome = match self.deadline.checked_duration_since(Instant::now()) {
-            None => Err(Arc::new(self.overdue())),
-            Some(_) => launching.run(|| self.launch(&launching)),
-        };
-        group.state.lock().current = None;
-        match outcome {
-            Err(failure) => {
-                group.fail(failure.clone());
-                self.end(Some(failure));
-            }
-            Ok((prepared, outputs, event)) => {
-                let flight = Box::new(Flight { job: self, prepared, outputs, event });
-                // On a virtual slice the launch is the whole of it.
-                if flight.event.is_ready().unwrap_or(true) {
-                    return flight.end();
-                }
-                let chip = &group.chip;
-                let bell = Arc::new(Bell(chip.landing.clone(), chip.client.plugin().clone()));
-                if let Err(error) = flight.event.on_ready(bell) {
-                    // The thread looks at the event all the same, now and then.
-                    tracing::warn!(%error, "a program's end is not told");
-                }
-                if let Err(refused) = chip.landing.send(Landed::Started(flight))
-                    && let Landed::Started(flight) = refused.0
-                {
-                    flight.end();
-                }
-            }
-        }
-    }
-
-    /// The program for this call, as all members know it.
-    fn key(&self, launching: &Launching) -> Result<key::Key, Arc<Failure>> {
-        let (group, collective) = (&self.group, &self.call.collective);
-        let unsupported =
-            |reason: Unsupported| Arc::new(Failure::Unsupported { op: collective.to_string(), reason: reason.into() });
-        let target = group.chip.target;
-        let mut numbers = key::unknown_to_others(collective);
-        if !numbers.is_empty() && group.size > 1 {
-            let why =
-                |why| Arc::new(Failure::Aborted { by: None, why: format!("{collective}: agreeing on sizes: {why}") });
-            group.peers.most(&mut numbers, launching.left()).map_err(why)?;
-        }
-        key::agreed(collective, group.size, target, &numbers).map_err(unsupported)
-    }
-
-    fn launch(&self, launching: &Launching) -> Result<Launched, Arc<Failure>> {
-        let (group, Call { collective, .. }) = (&self.group, &self.call);
-        let chip = &group.chip;
-        let key = self.key(launching)?;
-        let unsupported = |reason| Arc::new(Failure::Unsupported { op: collective.to_string(), reason });
-        let prepared = group.arrangement.prepared(chip.target, &key).map_err(unsupported)?;
-        let loaded = group.arrangement.load(&chip.cache, &prepared);
-        let loaded = loaded.map_err(|error| self.plugin_failure("compiling", error))?;
-        let device = chip.client.devices()[0];
-        let place = Place { client: &chip.client, constants: &chip.constants, device: 0 };
-        let mut own: SmallVec<[Buffer; 4]> = SmallVec::new();
-        let mut shared: SmallVec<[Arc<Buffer>; 4]> = SmallVec::new();
-        // Whose: this call's buffers, copies made here, or such as are shared.
-        let mut list: SmallVec<[(u8, usize); 8]> = SmallVec::new();
-        let mut donate = self.call.inputs.is_none() || self.call.donate;
-        for (port, shape) in prepared.program.inputs.iter().zip(&prepared.inputs) {
-            if let Role::Data(part) = port.role {
-                if let Some(inputs) = &self.call.inputs
-                    && part < inputs.len()
-                {
-                    list.push((0, part));
-                    continue;
-                }
-                let given = collective.parts.get(part).and_then(|one| {
-                    launch::gives(collective.kind, group.me, one, &prepared.key.op, prepared.key.parts[part].elements)
-                });
-                if let (Some((blocks, lay)), None) = (given, &self.call.inputs) {
-                    let lies = stage::lies(&blocks, lay, shape.bytes)
-                        .filter(|data| data.addr().is_multiple_of(VIEW_ALIGNMENT));
-                    let copied = match lies.filter(|_| chip.played && chip.on_host) {
-                        Some(data) => {
-                            donate = false;
-                            // SAFETY: aligned, as many bytes as the buffer has, and the caller's to stay as they are
-                            // until `keep` is dropped; the launch is over when it returns.
-                            unsafe { chip.client.view(data, shape.element, &shape.dims, &device) }
-                        }
-                        // SAFETY: the caller keeps its tensors readable until `keep` is dropped, which this job holds.
-                        None => unsafe { stage::to_device(&chip.client, &device, shape, &blocks, lay) },
-                    };
-                    list.push((1, own.len()));
-                    own.push(copied.map_err(|error| self.plugin_failure("copying to the device for", error))?);
-                    continue;
-                }
-                // Others use it as well.
-                donate = false;
-            }
-            let other = launch::other(&place, collective, port.role, shape);
-            list.push((2, shared.len()));
-            shared.push(other.map_err(|error| self.plugin_failure("copying to the device for", error))?);
-        }
-        let given = self.call.inputs.as_deref().unwrap_or_default();
-        let arguments: SmallVec<[&Buffer; 8]> = list
-            .iter()
-            .map(|&(whose, index)| match whose {
-                0 => &given[index],
-                1 => &own[index],
-                _ => &*shared[index],
-            })
-            .collect();
-        if chip.played && chip.on_host && self.call.inputs.is_none() {
-            self.offer(launching, &prepared);
-        }
-        self.ticket.stamp(|times| {
-            times.launched = now();
-            times.gathered = times.launched;
-        });
-        let (mut outputs, mut done) = (SmallVec::new(), None);
-        let outcome = loaded.launch_flat(
-            1,
-            &arguments,
-            donate,
-            |_, _, buffer| outputs.push(buffer),
-            |_, event| done = Some(event),
-        );
-        outcome.map_err(|error| self.plugin_failure("running", error))?;
-        self.ticket.stamp(|times| times.returned = now());
-        chip.launched.fetch_add(1, Relaxed);
-        match done {
-            Some(event) => Ok((prepared, outputs, event)),
-            None => Err(Arc::new(Failure::Aborted { by: None, why: "the launch gave no event".to_owned() })),
-        }
-    }
-
-    /// Lets results be written where they are to be, if they lie there as the program has them.
-    fn offer(&self, launching: &Launching, prepared: &Prepared) {
-        let (group, collective) = (&self.group, &self.call.collective);
-        for (index, part) in collective.parts.iter().enumerate() {
-            let elements = prepared.key.parts[index].elements;
-            let taken = launch::takes(collective.kind, group.me, part, &prepared.key.op, elements);
-            let (Some((blocks, lay)), Some(shape)) = (taken, prepared.outputs.get(index)) else { continue };
-            let lies = stage::lies(&blocks, lay, shape.bytes);
-            if let Some(data) = lies.filter(|data| data.addr().is_multiple_of(VIEW_ALIGNMENT)) {
-                launching.offer(index, data, shape.bytes);
-            }
-        }
-    }
-
-    /// Lets go of the memory, and tells the caller.
-    fn end(self, failure: Option<Arc<Failure>>) {
-        let Job { group, call, ticket, .. } = self;
-        group.forget(&ticket);
-        ticket.end(failure);
-        if let Some(keep) = call.keep {
-            release(&group.runner, keep);
-        }
-    }
-}
-
-/// What lets go of memory may do anything: never on the chip's own threads.
-fn release(runner: &Runner, keep: Keep) {
-    runner(Box::new(move || drop(keep)));
-}
-
-impl Flight {
-    /// The device is done: results are copied out.
-    fn end(self) {
-        let Flight { mut job, prepared, mut outputs, event } = self;
-        let group = job.group.clone();
-        let outcome = event.wait().map_err(|error| job.plugin_failure("running", error));
-        job.ticket.stamp(|times| times.computed = now());
-        let outcome = outcome.and_then(|()| {
-            if job.call.inputs.is_some() {
-                job.ticket.deliver(std::mem::take(&mut outputs));
-                return Ok(());
-            }
-            let collective = &job.call.collective;
-            for (index, part) in collective.parts.iter().enumerate() {
-                let elements = prepared.key.parts[index].elements;
-                let taken = launch::takes(collective.kind, group.me, part, &prepared.key.op, elements);
-                let Some((blocks, lay)) = taken else { continue };
-                let (Some(buffer), Some(shape)) = (outputs.get(index), prepared.outputs.get(index)) else { continue };
-                // SAFETY: the caller keeps its tensors until `keep` is dropped, which this job holds; validation has
-                // refused outputs that overlap.
-                let copied = unsafe { stage::from_device(group.chip.on_host, buffer, shape.bytes, &blocks, lay) };
-                copied.map_err(|error| job.plugin_failure("copying from the device after", error))?;
-            }
-            if let Some(after) = job.call.after.take() {
-                after();
-            }
-            Ok(())
-        });
-        drop(outputs);
-        if let Err(failure) = &outcome {
-            group.fail(failure.clone());
-        }
-        job.end(outcome.err());
-    }
 }
 
 impl Group {
@@ -658,7 +362,12 @@ impl Seat {
             let unsupported = |reason| Failure::Unsupported { op: call.to_string(), reason };
             let key = key::of(call, group.size, chip.target).map_err(|reason| unsupported(reason.into()))?;
             let prepared = group.arrangement.prepared(chip.target, &key).map_err(unsupported)?;
-            group.arrangement.load(&chip.cache, &prepared).map_err(|error| Failure::Plugin {
+            let go_on = || self.failure().is_none() && group.peers.over().is_none();
+            let shared = group.peers.share().map(|share| Shared { share, go_on: &go_on });
+            // Whoever plays the program learns whose it is.
+            let own = Arc::new(Launching::until(Instant::now(), 0));
+            let loaded = own.run(|| group.arrangement.load(&chip.cache, &prepared, shared));
+            loaded.map_err(|error| Failure::Plugin {
                 doing: "compiling",
                 program: call.to_string(),
                 group: group.name.clone(),
@@ -693,7 +402,10 @@ impl Seat {
 
     /// Ends this member's part; what was posted goes on.
     pub fn close(&self) {
-        self.0.state.lock().closed = true;
+        let Group { chip, id, state, .. } = &*self.0;
+        if !std::mem::replace(&mut state.lock().closed, true) {
+            chip.order.lock().leave(id.0, id.1);
+        }
     }
 }
 

@@ -395,7 +395,7 @@ impl Member {
             let prepared = self.group.all.prepared(self.group.machine.target, &key).map_err(unsupported)?;
             self.group
                 .all
-                .load(self.group.machine.cache(), &prepared)
+                .load(self.group.machine.cache(), &prepared, None)
                 .map_err(|error| self.group.plugin_failure("compiling", &call.to_string(), None, error))?;
             progress(index + 1, calls.len());
         }

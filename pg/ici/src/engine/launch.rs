@@ -19,7 +19,7 @@ use super::{
     ticket::{Ticket, now},
 };
 use crate::{
-    cache::Cache,
+    cache::{Cache, Shared},
     pjrt::{Buffer, Client, Element, Event, Loaded, PjrtError},
     program::{self, Groups, Program, ProgramError, Role, layout::TILE},
     slice::{Callers, How, plan},
@@ -103,12 +103,15 @@ impl Arrangement {
         Ok(self.programs.lock().entry(key.clone()).or_insert(prepared).clone())
     }
 
-    /// Compiles it, unless it has been.
-    pub fn load(&self, cache: &Cache, prepared: &Prepared) -> Result<Arc<Loaded>, PjrtError> {
+    /// Compiles it, unless it has been; or has it from another member, if `shared` says how.
+    pub fn load(&self, cache: &Cache, prepared: &Prepared, shared: Option<Shared>) -> Result<Arc<Loaded>, PjrtError> {
         if let Some(loaded) = prepared.loaded.get() {
             return Ok(loaded.clone());
         }
-        let loaded = cache.get(&prepared.program, &self.ids)?;
+        let loaded = match shared {
+            Some(shared) => cache.get_with(&prepared.program, &self.ids, Some(shared)),
+            None => cache.get(&prepared.program, &self.ids),
+        }?;
         Ok(prepared.loaded.get_or_init(|| loaded).clone())
     }
 }
@@ -220,7 +223,7 @@ impl Group {
             Arc::new(self.plugin_failure(doing, &call(arrivals), rank, error))
         };
         let loaded = arrangement
-            .load(machine.cache(), &prepared)
+            .load(machine.cache(), &prepared, None)
             .map_err(|error| plugin("compiling", None, error, &arrivals))?;
         let mut others: SmallVec<[Arc<Buffer>; 8]> = SmallVec::new();
         let mut list: SmallVec<[Argument; 32]> = SmallVec::new();

@@ -97,7 +97,7 @@ impl Machine {
                 got: client.devices().len().to_string(),
             });
         }
-        let cache = Cache::new(client.clone(), options.disk)?.with(options.overrides, options.share);
+        let cache = Cache::new(client.clone(), options.disk)?.with(options.overrides, options.share).within(&name);
         Ok(Arc::new(Machine {
             cache,
             slice: options.slice,

@@ -83,6 +83,8 @@ pub struct Rank {
     pub size: u32,
     pub world: ProcessGroup,
     pub chip: Arc<Chip>,
+    /// The framework's client, which the chip shares.
+    pub client: Client,
     runtime: Runtime,
     folder: PathBuf,
 }
@@ -169,7 +171,7 @@ fn start(slice: &str, file: &Path, folder: &Path) -> Rank {
         ("xla_llvm_disable_expensive_passes".to_owned(), Value::Bool(true)),
     ];
     let options = ChipOptions { slice: shared.slice, on_host: true, played: true, overrides, ..Default::default() };
-    let chip = Chip::start(client, options).unwrap();
+    let chip = Chip::start(client.clone(), options).unwrap();
     assert_eq!((chip.rank(), chip.devices()), (rank, size));
     let runtime = Runtime::start_with(HubConfig::default(), Some(Hardware::Chip(chip.clone()))).unwrap();
     let config = Config {
@@ -183,5 +185,5 @@ fn start(slice: &str, file: &Path, folder: &Path) -> Rank {
     };
     let world = ProcessGroup::form(&runtime, config, || false).unwrap();
     podring_interposer::set_world(Some(world.clone()));
-    Rank { rank, size, world, chip, runtime, folder: folder.to_owned() }
+    Rank { rank, size, world, chip, client, runtime, folder: folder.to_owned() }
 }

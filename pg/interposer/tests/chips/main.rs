@@ -11,6 +11,7 @@ use job::{Rank, run};
 use podring_collective::{Blocks, Collective, DType, Kind, Layout, Part, Reduction, Tensor};
 use podring_group::engine::DeviceCall;
 use podring_group::{ProcessGroup, Work};
+use podring_ici::pjrt::{CompileOptions, Element};
 
 /// The same on every rank.
 struct Dice(u64);
@@ -279,6 +280,233 @@ fn calls_return_at_once_and_a_second_one_compiles_nothing() {
         }
         assert_eq!((rank.chip.counts().compiled, rank.chip.launched()), (compiled, launched + 8));
         rank.world.shutdown();
+    });
+}
+
+fn sum_over_the_fabric(rank: &Rank, numbers: &[u64]) -> Vec<u64> {
+    let numbers: Vec<f32> = numbers.iter().map(|&number| number as f32).collect();
+    let mut memory = floats(&numbers);
+    wait(&rank.world.post(call(Kind::AllReduce, &mut memory), None, None, true).unwrap()).unwrap();
+    read(&memory).into_iter().map(|number| number as u64).collect()
+}
+
+/// Programs that are one collective, and such as call some and ask for their place.
+#[test]
+fn a_job_compiles_each_program_once() {
+    run("a_job_compiles_each_program_once", "v5e:2x2", &[], |rank: &Rank| {
+        let mut dice = Dice(77);
+        let kinds = [
+            Kind::AllReduce,
+            Kind::Broadcast { root: 1 },
+            Kind::AllGather,
+            Kind::ReduceScatter,
+            Kind::AllToAll,
+            Kind::Gather { root: 2 },
+            Kind::Scatter { root: 0 },
+        ];
+        for kind in kinds {
+            let memory = collective(&mut dice, kind, 4, rank.rank as usize);
+            let (mut fabric, mut chip) = (memory.clone(), memory);
+            wait(&rank.world.post(call(kind, &mut fabric), None, None, true).unwrap()).unwrap();
+            wait(&on_chip(&rank.world, kind, &mut chip)).unwrap();
+            let side = |memory: &Memory| if memory.in_place { memory.input.clone() } else { memory.output.clone() };
+            for (got, expected) in chip.iter().zip(&fabric) {
+                assert!(side(got).get() == side(expected).get(), "{}", call(kind, &mut chip.clone()));
+            }
+        }
+        let (own, played) = (rank.chip.counts(), podring_interposer::counts());
+        let all = sum_over_the_fabric(
+            rank,
+            &[own.compiled, own.received, own.damaged, played.whole + played.mixed, played.loaded, played.mixed],
+        );
+        let programs = own.compiled + own.received;
+        assert!(programs >= 6, "{own:?}");
+        assert_eq!(all[..3], [programs, 3 * programs, 0], "{own:?}");
+        // The plugin underneath has compiled no more than that, and some of those ask for their place.
+        assert_eq!(all[3..5], [programs, 3 * programs], "{played:?}");
+        assert!(all[5] > 0, "{played:?}");
+        rank.world.shutdown();
+    });
+}
+
+/// Programs within slices, the fabric between them; also in groups of one slice, and such as are unevenly spread.
+#[test]
+fn groups_over_several_slices_give_what_the_fabric_gives() {
+    run("groups_over_several_slices_give_what_the_fabric_gives", "v5e:1x2*2", &[], |rank: &Rank| {
+        let some = [vec![0, 1, 2, 3], vec![3, 1], vec![0, 1], vec![2, 3], vec![3, 0, 1], vec![2, 0, 1, 3]];
+        let groups: Vec<Option<ProcessGroup>> = some
+            .iter()
+            .enumerate()
+            .map(|(index, members)| match index {
+                0 => Some(rank.world.clone()),
+                _ => members.contains(&rank.rank).then(|| rank.group(&format!("some{index}"), members)),
+            })
+            .collect();
+        let mut dice = Dice(0x5bd1_e995_1234_5678);
+        let mut programs = [0; 6];
+        for case in 0..36 {
+            let kinds = |root| {
+                [
+                    Kind::AllReduce,
+                    Kind::Broadcast { root },
+                    Kind::Reduce { root },
+                    Kind::AllGather,
+                    Kind::ReduceScatter,
+                    Kind::AllToAll,
+                    Kind::Gather { root },
+                    Kind::Scatter { root },
+                    Kind::Barrier,
+                ]
+            };
+            // Two of different groups under way at once: in one order on all ranks, whichever steps they are made of.
+            let both: Vec<_> = [dice.of(&[0, 0, 5]), 1 + dice.roll(5)]
+                .into_iter()
+                .enumerate()
+                .filter_map(|(second, which)| {
+                    let n = some[which].len();
+                    let kind = kinds(dice.roll(n) as u32)[(case + 4 * second) % 9];
+                    let me = some[which].iter().position(|&member| member == rank.rank);
+                    let memory = collective(&mut dice, kind, n, me.unwrap_or(0));
+                    me.map(|_| (which, kind, memory))
+                })
+                .collect();
+            let mut chips: Vec<Vec<Memory>> = both.iter().map(|(.., memory)| memory.clone()).collect();
+            let before = rank.chip.launched();
+            let works: Vec<Work> = both
+                .iter()
+                .zip(&mut chips)
+                .map(|((which, kind, _), memory)| on_chip(groups[*which].as_ref().unwrap(), *kind, memory))
+                .collect();
+            let what = |index: usize| format!("case {case}: {} among {:?}", both[index].1.name(), some[both[index].0]);
+            for (index, work) in works.iter().enumerate() {
+                wait(work).unwrap_or_else(|error| panic!("{}: {error}", what(index)));
+            }
+            both.iter().for_each(|(which, ..)| programs[*which] += rank.chip.launched() - before);
+            for (index, ((which, kind, memory), chip)) in both.iter().zip(&chips).enumerate() {
+                let (group, mut fabric) = (groups[*which].as_ref().unwrap(), memory.clone());
+                wait(&group.post(call(*kind, &mut fabric), None, None, true).unwrap()).unwrap();
+                let side = |memory: &Memory| if memory.in_place { memory.input.clone() } else { memory.output.clone() };
+                for (got, expected) in chip.iter().zip(&fabric) {
+                    assert!(side(got).get() == side(expected).get(), "{}", what(index));
+                }
+            }
+        }
+        assert!(programs[0] > 20, "{programs:?}");
+        // Four ranks of two slices: reduce-scatter and all-gather within a slice.
+        let before = rank.chip.launched();
+        let mut memory = floats(&[rank.rank as f32; 1000]);
+        wait(&on_chip(&rank.world, Kind::AllReduce, &mut memory)).unwrap();
+        assert_eq!(read(&memory), [6.0; 1000]);
+        assert_eq!(rank.chip.launched(), before + 2);
+        rank.world.shutdown();
+    });
+}
+
+#[test]
+fn a_rank_of_another_slice_that_dies_is_named() {
+    run("a_rank_of_another_slice_that_dies_is_named", "v5e:1x2*2", &[3], |rank: &Rank| {
+        let pair = [rank.rank / 2 * 2, rank.rank / 2 * 2 + 1];
+        let inner = rank.group(&format!("pair{}", rank.rank / 2), &pair);
+        wait(&on_chip(&rank.world, Kind::AllReduce, &mut floats(&[1.0; 3000]))).unwrap();
+        if rank.rank == 3 {
+            std::thread::sleep(Duration::from_millis(300));
+            std::process::abort();
+        }
+        let start = Instant::now();
+        let (mut memory, mut own) = (floats(&[1.0; 3000]), floats(&[1.0; 3000]));
+        let work = on_chip(&rank.world, Kind::AllReduce, &mut memory);
+        // Behind it in the line, and no business of that rank's in the other slice.
+        let behind = on_chip(&inner, Kind::AllReduce, &mut own);
+        let error = wait(&work).unwrap_err();
+        assert!(error.contains("lost rank 3"), "{error}");
+        assert_eq!(wait(&behind).is_ok(), rank.rank < 2);
+        assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
+    });
+}
+
+/// A program whose rows don't lie where they should on one rank: the others hear of it at once, and from whom.
+#[test]
+fn a_refusal_while_a_program_runs_reaches_the_others() {
+    run("a_refusal_while_a_program_runs_reaches_the_others", "v5e:2x2", &[], |rank: &Rank| {
+        let text = r#"
+            module @ragged attributes {mhlo.num_replicas = 4 : i32} {
+              func.func public @main(%a: tensor<8xf32>, %b: tensor<8xf32>, %c: tensor<4xi64>, %d: tensor<4xi64>,
+                                     %e: tensor<4xi64>, %f: tensor<4xi64>) -> tensor<8xf32> {
+                %0 = stablehlo.custom_call @ragged_all_to_all(%a, %b, %c, %d, %e, %f) {
+                  api_version = 4 : i32,
+                  backend_config = {channel_id = 0 : i64, replica_groups = dense<[[0, 1, 2, 3]]> : tensor<1x4xi64>}
+                } : (tensor<8xf32>, tensor<8xf32>, tensor<4xi64>, tensor<4xi64>, tensor<4xi64>, tensor<4xi64>)
+                  -> tensor<8xf32>
+                return %0 : tensor<8xf32>
+              }
+            }"#;
+        let devices: Vec<i64> = rank.client.all_devices().unwrap().iter().map(|device| device.id.into()).collect();
+        let program = rank.client.compile(text, &CompileOptions::on(devices)).unwrap();
+        let device = rank.client.devices()[0];
+        let float = |values: [f32; 8]| {
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            rank.client.buffer(&bytes, Element::F32, &[8], &device).unwrap()
+        };
+        let number = |values: [i64; 4]| {
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            rank.client.buffer(&bytes, Element::S64, &[4], &device).unwrap()
+        };
+        // Two rows to each rank, those of rank r behind 2r.
+        let launch = |begin: i64| {
+            let me = i64::from(rank.rank);
+            let operands = [
+                float(std::array::from_fn(|index| (10 * me + index as i64) as f32)),
+                float([0.0; 8]),
+                number([begin, 2, 4, 6]),
+                number([2; 4]),
+                number([2 * me; 4]),
+                number([2; 4]),
+            ];
+            let mut launch = program.launch(&[operands.iter().collect()], false).map_err(|error| error.to_string())?;
+            launch.done.remove(0).wait().map_err(|error| error.to_string())?;
+            let mut out = vec![0; 32];
+            launch.outputs.remove(0).remove(0).read(&mut out).map_err(|error| error.to_string())?;
+            Ok::<_, String>(out)
+        };
+        let got = launch(0).unwrap();
+        let expected: Vec<u8> = (0..4)
+            .flat_map(|from| [0, 1].map(|row| (10 * from + 2 * rank.rank + row) as f32))
+            .flat_map(f32::to_le_bytes)
+            .collect();
+        assert_eq!(got, expected);
+        // Rank 2 would read in front of its operand.
+        let start = Instant::now();
+        let error = launch(if rank.rank == 2 { -1 } else { 0 }).unwrap_err();
+        assert!(error.contains("2 rows from -1 on don't lie within [8]"), "{error}");
+        assert!(rank.rank == 2 || error.contains("aborted by rank 2: rank 2 of the job"), "{error}");
+        assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+        rank.world.shutdown();
+    });
+}
+
+#[test]
+fn a_thousand_groups_made_and_destroyed_leave_nothing() {
+    run("a_thousand_groups_made_and_destroyed_leave_nothing", "v5e:2x1", &[], |rank: &Rank| {
+        let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
+        let round = |numbers: std::ops::Range<usize>| {
+            for number in numbers {
+                let group = rank.group(&format!("group{number}"), &[number as u32 % 2, 1 - number as u32 % 2]);
+                if number % 50 == 0 {
+                    wait(&on_chip(&group, Kind::AllReduce, &mut floats(&[1.0; 100]))).unwrap();
+                }
+                group.shutdown();
+            }
+        };
+        round(0..100);
+        let before = threads();
+        round(100..1000);
+        // One number stands for all of these members.
+        assert_eq!(rank.chip.groups(), (1, 1));
+        assert!(threads() <= before, "{before} threads, then {}", threads());
+        // And what was posted in them still counts.
+        wait(&on_chip(&rank.world, Kind::AllReduce, &mut floats(&[1.0; 100]))).unwrap();
+        rank.world.shutdown();
+        assert_eq!(rank.chip.groups(), (0, 0));
     });
 }
 

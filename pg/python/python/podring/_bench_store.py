@@ -28,6 +28,8 @@ TOKEN = "0123456789abcdef-of-the-bench"
 KEYS = 64
 """Keys of one multi-get or multi-set."""
 VALUE = "7" * 32
+WAITS = 50_000
+"""At most so many in one measurement: each leaves a key, and a store takes 2^20."""
 
 Loop = Callable[[dist.Store, int, float], float]
 
@@ -127,7 +129,8 @@ def _client(client: int, clients: int, waiting: bool, seconds: float, turns: int
 def _waits(store: dist.Store, clients: int, client: int, seconds: float, turn: str) -> float:
     """Client 0 sets a key that all others wait for; each of them sets one, and client 0 waits for those.
 
-    How many waits ended so in a second, as client 0 saw it, over as many rounds as it finds to take about `seconds`.
+    How many waits ended so in a second, as client 0 saw it, over as many rounds as it finds to take about `seconds`,
+    bounded by WAITS.
     """
     rounds = 50
     rate = 0.0
@@ -144,7 +147,7 @@ def _waits(store: dist.Store, clients: int, client: int, seconds: float, turn: s
         elapsed = time.perf_counter() - began
         rate = rounds * clients / elapsed
         if part == 0 and client == 0:
-            store.set(f"bench/wait/{turn}/rounds", str(max(50, int(rounds * seconds / elapsed))))
+            store.set(f"bench/wait/{turn}/rounds", str(min(WAITS // clients, max(50, int(rounds * seconds / elapsed)))))
         rounds = int(store.get(f"bench/wait/{turn}/rounds"))
     return rate if client == 0 else 0.0
 

@@ -78,8 +78,8 @@ def launch_environment(slice_name: str) -> None:
     """
     from podring import _core
 
-    _, _, devices, dims = _core.slice_facts(slice_name)
-    cores = devices // (dims[0] * dims[1] * dims[2])
+    _, _, devices, dims, slices = _core.slice_facts(slice_name)
+    cores = devices // (slices * dims[0] * dims[1] * dims[2])
     shape = [*dims, cores] if cores > 1 else dims
     os.environ.setdefault("TORCH_TPU_TOPOLOGY", ",".join(map(str, shape)))
     # As many as there are ranks; each needs to be an address of its own.
@@ -97,7 +97,7 @@ def hardware(slice_name: str) -> None:
 
     from podring import _core
 
-    kind, memory, _, _ = _core.slice_facts(slice_name)
+    kind, memory, *_ = _core.slice_facts(slice_name)
     # One device per process.
     found.get_tpu_device_count = lambda: 1
     found.get_tpu_device_name = lambda: kind

@@ -11,10 +11,12 @@ Which happened is counted in ``torch._dynamo.utils.counters["podring"]``, and lo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -25,7 +27,8 @@ log = logging.getLogger("podring")
 INSIDE = "collectives in compiled graphs"
 SPLIT = "collectives between compiled graphs"
 _TWIN = "podring-graph-"
-_twins: dict[str, tuple[Any, Any]] = {}
+# By podring's group, for as long as that one is there.
+_twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
@@ -151,9 +154,12 @@ def _twin(name: str) -> Any:
     from torch_tpu._internal.distributed import tpu_distributed
 
     group = _resolve_process_group(dist.distributed_c10d.GroupName(name))
-    kept, twin = _twins.get(name, (None, None))
-    if kept is group:
-        return twin
+    # Compiled graphs may hold groups that were destroyed.
+    alive = dist.distributed_c10d._world.pg_map
+    for other in [other for other in list(_twins) if other not in alive]:
+        _end_twin(other)
+    if (known := _twins.get(group)) is not None:
+        return known
     tpu = torch.device("tpu")
     ranks = dist.get_process_group_ranks(group)
     store = dist.PrefixStore(f"{_TWIN}{name}-{ranks}", dist.distributed_c10d._get_default_store())
@@ -168,8 +174,26 @@ def _twin(name: str) -> Any:
     twin._set_group_name(twin_name)
     twin._set_group_desc(f"torch_tpu's lowering for {name}")
     _register_process_group(twin_name, twin)
-    _twins[name] = (group, twin)
+    _twins[group] = twin
+    # Not at the interpreter's end, when c10d's registry may be gone.
+    weakref.finalize(group, _unregister, weakref.ref(twin), twin_name).atexit = False
     return twin
+
+
+def _end_twin(group: Any) -> None:
+    """Lets go of the twin of a group that was destroyed."""
+    if (twin := _twins.pop(group, None)) is not None:
+        _unregister(weakref.ref(twin), twin.group_name)
+
+
+def _unregister(twin: weakref.ref[Any], name: Any) -> None:
+    """c10d forgets a twin, unless another one has its name by now."""
+    from torch._C._distributed_c10d import _resolve_process_group, _unregister_process_group
+
+    with contextlib.suppress(RuntimeError):  # It is gone; its name is left.
+        if _resolve_process_group(name) is not twin():
+            return
+    _unregister_process_group(name)
 
 
 @functools.cache
