@@ -1,13 +1,13 @@
 //! Eight devices, and programs run on them with plain vectors.
 
 use std::{
-    collections::HashMap,
     path::PathBuf,
-    sync::{Arc, Mutex, OnceLock},
+    sync::{Arc, OnceLock},
 };
 
 use podring_ici::{
-    pjrt::{Buffer, Client, CompileOptions, Loaded, PjrtError, Plugin, Value, Want, find},
+    cache::{Cache, Disk},
+    pjrt::{Buffer, Client, Loaded, PjrtError, Plugin, Value, Want, find},
     program::{Groups, Op, PartSpec, Program, Role, Spec, build},
 };
 
@@ -15,7 +15,7 @@ pub const DEVICES: usize = 8;
 
 pub struct Machine {
     pub client: Client,
-    programs: Mutex<HashMap<String, Arc<Loaded>>>,
+    programs: Cache,
 }
 
 /// The machine, or none where there is no plugin and none is required.
@@ -38,27 +38,23 @@ pub fn machine() -> Option<&'static Machine> {
             let plugin = unsafe { Plugin::load(&file) }.unwrap();
             let client = Client::create(&plugin, &[("cpu_device_count", Value::Int(DEVICES as i64))]).unwrap();
             assert_eq!(client.devices().len(), DEVICES);
-            Some(Machine { client, programs: Mutex::default() })
+            // The same place and options as in pg/group's tests: each test may be a process of its own, and many programs
+            // are the same. They are small: most of the time would go to optimizing them.
+            let disk = Disk::open(&PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("programs"), 1 << 30).unwrap();
+            let overrides = vec![
+                ("xla_backend_optimization_level".to_owned(), Value::Int(0)),
+                ("xla_llvm_disable_expensive_passes".to_owned(), Value::Bool(true)),
+            ];
+            let programs = Cache::new(client.clone(), Some(disk)).unwrap().with(overrides, None);
+            Some(Machine { client, programs })
         })
         .as_ref()
 }
 
 impl Machine {
     pub fn compile(&self, program: &Program) -> Arc<Loaded> {
-        let mut programs = self.programs.lock().unwrap();
-        programs
-            .entry(program.text.clone())
-            .or_insert_with(|| {
-                let mut options = CompileOptions::on(self.client.devices().iter().map(|device| i64::from(device.id)));
-                // Many small programs: most of the time would go to optimizing them.
-                options.overrides = vec![
-                    ("xla_backend_optimization_level".to_owned(), Value::Int(0)),
-                    ("xla_llvm_disable_expensive_passes".to_owned(), Value::Bool(true)),
-                ];
-                let loaded = self.client.compile(&program.text, &options);
-                Arc::new(loaded.unwrap_or_else(|error| panic!("{error}\n{}", program.text)))
-            })
-            .clone()
+        let devices: Vec<i64> = self.client.devices().iter().map(|device| i64::from(device.id)).collect();
+        self.programs.get(program, &devices).unwrap_or_else(|error| panic!("{error}\n{}", program.text))
     }
 
     /// Runs a program; `feed(device, role)` gives each argument's bytes. Returns results by device.

@@ -100,6 +100,8 @@ fn run(dtype: DType, reduction: Reduction, elements: usize, groups: &Groups, sca
     let op = if scatter { Op::ReduceScatter } else { Op::AllReduce };
     let mut spec = single(op, PartSpec { dtype, reduction: Some(reduction), elements }, groups);
     spec.exact = exact;
+    // As the engine asks for it; here nothing is given away.
+    spec.donate = !scatter;
     let program = program(&spec);
     let width = dtype.size();
     // A scatter's blocks lie in slots; an all-reduce's buffer is one.
