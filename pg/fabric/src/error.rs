@@ -89,6 +89,28 @@ impl Failure {
         matches!(self, Failure::Timeout { .. } | Failure::Mismatch { .. })
     }
 
+    /// The same with the ranks' numbers in another group; nothing if one of them has none there.
+    pub fn numbered(&self, number: impl Fn(u32) -> Option<u32>) -> Option<Failure> {
+        let mut failure = self.clone();
+        match &mut failure {
+            Failure::Timeout { by, waiting_on, .. } => {
+                *by = number(*by)?;
+                for rank in waiting_on {
+                    *rank = number(*rank)?;
+                }
+            }
+            Failure::PeerLost { rank, .. } | Failure::Internal { rank, .. } => *rank = number(*rank)?,
+            Failure::Aborted { by: Some(by), .. } => *by = number(*by)?,
+            Failure::Mismatch { .. } | Failure::Aborted { by: None, .. } => {}
+        }
+        if let Some((_, ledger)) = failure.ledger_mut() {
+            for row in ledger {
+                row.rank = number(row.rank)?;
+            }
+        }
+        Some(failure)
+    }
+
     /// The table to fill, for the failures that have one.
     pub(crate) fn ledger_mut(&mut self) -> Option<(u64, &mut Vec<LedgerRow>)> {
         match self {
@@ -182,5 +204,34 @@ impl From<NoRandomness> for HubError {
 impl HubError {
     pub(crate) fn system(what: &'static str) -> impl Fn(rustix::io::Errno) -> HubError {
         move |errno| HubError::System { what, source: errno.into() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_have_other_numbers_in_another_group() {
+        let row = |rank| LedgerRow { rank, called: "barrier".to_owned() };
+        let timeout = |by, waiting_on, rank| Failure::Timeout {
+            op: "barrier".to_owned(),
+            seq: 1,
+            by,
+            after_ms: 5,
+            waiting_on,
+            ledger: vec![row(rank)],
+        };
+        let number = |rank| (rank < 2).then_some(rank + 10);
+        assert_eq!(timeout(0, vec![1], 1).numbered(number), Some(timeout(10, vec![11], 11)));
+        for unknown in [timeout(2, vec![1], 1), timeout(0, vec![1, 2], 1), timeout(0, vec![1], 2)] {
+            assert_eq!(unknown.numbered(number), None);
+        }
+        let aborted = |by| Failure::Aborted { by, why: "enough".to_owned() };
+        assert_eq!(aborted(Some(1)).numbered(number), Some(aborted(Some(11))));
+        assert_eq!(aborted(None).numbered(number), Some(aborted(None)));
+        let lost = |rank| Failure::PeerLost { rank, host: "a".to_owned(), how: "gone".to_owned(), op: None, seq: 2 };
+        assert_eq!(lost(1).numbered(number), Some(lost(11)));
+        assert_eq!(lost(3).numbered(number), None);
     }
 }

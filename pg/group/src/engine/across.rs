@@ -370,6 +370,19 @@ impl Shared {
         steps
     }
 
+    /// What failed in this slice, with the group's numbers of its ranks.
+    fn broken_inside(&self, failure: &Failure) -> Broken {
+        let mine = &self.touched[self.slice];
+        let numbered = failure.numbered(|place| mine.get(place as usize).copied());
+        Broken::Device(Arc::new(numbered.unwrap_or_else(|| aborted(failure))))
+    }
+
+    /// What failed between the slices, the same.
+    fn broken_between(&self, failure: &HostFailure) -> Broken {
+        let counterpart = |slice: u32| Some(self.touched.get(slice as usize)?[self.me]);
+        Broken::Host(Arc::new(failure.numbered(counterpart).unwrap_or_else(|| aborted_host(failure))))
+    }
+
     /// Fails everything: here, in this slice, and for the counterparts.
     fn fail(&self, broken: Broken) {
         {
@@ -380,20 +393,23 @@ impl Shared {
             queue.broken = Some(broken.clone());
         }
         let waiting = self.line.withdraw(self);
-        let why = match &broken {
-            Broken::Host(failure) => failure.to_string(),
-            Broken::Device(failure) => failure.to_string(),
-        };
+        // Each is told with its own numbers of the ranks, in words if it has none for one of them.
+        let within = |rank: u32| number(self.touched[self.slice].iter().position(|&member| member == rank)?);
+        let counterpart = |rank: u32| number(self.touched.iter().position(|members| members[self.me] == rank)?);
         self.inside.fail_with(match &broken {
-            Broken::Device(failure) => (**failure).clone(),
-            Broken::Host(_) => Failure::Aborted { by: None, why: why.clone() },
+            Broken::Device(failure) => failure.numbered(within).unwrap_or_else(|| aborted(&**failure)),
+            Broken::Host(failure) => aborted(&**failure),
         });
-        for channel in self.channels.iter().flat_map(|channels| [channels.between, channels.host]) {
-            let failure = match &broken {
-                Broken::Host(failure) => (**failure).clone(),
-                Broken::Device(_) => HostFailure::Aborted { by: None, why: why.clone() },
+        if let Some(channels) = self.channels {
+            let (between, host) = match &broken {
+                Broken::Host(failure) => {
+                    let numbered = failure.numbered(counterpart).unwrap_or_else(|| aborted_host(&**failure));
+                    (numbered, (**failure).clone())
+                }
+                Broken::Device(failure) => (aborted_host(&**failure), aborted_host(&**failure)),
             };
-            self.process.hub.fail(channel, failure);
+            self.process.hub.fail(channels.between, between);
+            self.process.hub.fail(channels.host, host);
         }
         for job in waiting {
             self.end(job, Some(broken.clone()));
@@ -444,7 +460,10 @@ impl Shared {
                     let (shared, done) = (self.clone(), ticket.clone());
                     let goes_on: Callback = Box::new(move || match done.failure() {
                         None => shared.advance(job),
-                        Some(failure) => shared.stop(job, Broken::Device(failure)),
+                        Some(failure) => {
+                            let broken = shared.broken_inside(&failure);
+                            shared.stop(job, broken);
+                        }
                     });
                     if let Some(goes_on) = ticket.on_end(goes_on) {
                         // Never deeper than a few steps: the next one has to be waited for.
@@ -479,7 +498,10 @@ impl Shared {
                             shared.process.hub.recycle(done);
                             shared.advance(job);
                         }
-                        Some(failure) => shared.stop(job, Broken::Host(failure)),
+                        Some(failure) => {
+                            let broken = if between { shared.broken_between(&failure) } else { Broken::Host(failure) };
+                            shared.stop(job, broken);
+                        }
                     });
                     if let Some(goes_on) = ticket.on_end(goes_on) {
                         goes_on();
@@ -508,6 +530,20 @@ impl Shared {
             group.advance(job);
         }
     }
+}
+
+fn number(place: usize) -> Option<u32> {
+    u32::try_from(place).ok()
+}
+
+/// A failure in words, for who counts ranks otherwise.
+fn aborted(failure: &dyn std::fmt::Display) -> Failure {
+    Failure::Aborted { by: None, why: failure.to_string() }
+}
+
+/// The same, on the host.
+fn aborted_host(failure: &dyn std::fmt::Display) -> HostFailure {
+    HostFailure::Aborted { by: None, why: failure.to_string() }
 }
 
 impl Engine for Across {
@@ -572,7 +608,7 @@ impl Engine for Across {
 
     fn broken(&self) -> Option<Broken> {
         let broken = self.0.queue.lock().broken.clone();
-        broken.or_else(|| self.0.inside.exact_failure().map(Broken::Device))
+        broken.or_else(|| self.0.inside.exact_failure().map(|failure| self.0.broken_inside(&failure)))
     }
 
     fn pending(&self) -> usize {

@@ -78,6 +78,30 @@ pub enum Failure {
     },
 }
 
+impl Failure {
+    /// The same with the ranks' numbers in another group; nothing if one of them has none there.
+    pub fn numbered(&self, number: impl Fn(u32) -> Option<u32>) -> Option<Failure> {
+        let mut failure = self.clone();
+        match &mut failure {
+            Failure::Timeout { missing, called, .. } => {
+                for rank in missing.iter_mut().chain(called.iter_mut().map(|row| &mut row.rank)) {
+                    *rank = number(*rank)?;
+                }
+            }
+            Failure::Mismatch { called, .. } => {
+                for row in called {
+                    row.rank = number(row.rank)?;
+                }
+            }
+            Failure::Left { rank, .. }
+            | Failure::Aborted { by: Some(rank), .. }
+            | Failure::Plugin { rank: Some(rank), .. } => *rank = number(*rank)?,
+            Failure::Aborted { by: None, .. } | Failure::Unsupported { .. } | Failure::Plugin { rank: None, .. } => {}
+        }
+        Some(failure)
+    }
+}
+
 impl std::error::Error for Failure {}
 
 impl fmt::Display for Failure {
@@ -114,5 +138,24 @@ impl fmt::Display for Failure {
                 write!(f, "): {error}")
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_have_other_numbers_in_another_group() {
+        let row = |rank| Called { rank, call: "barrier".to_owned() };
+        let timeout = |missing, rank| {
+            let failure =
+                Failure::Timeout { op: "barrier".to_owned(), seq: 1, after_ms: 5, missing, called: vec![row(rank)] };
+            failure.numbered(|rank| (rank < 2).then_some(rank + 10))
+        };
+        let text = "barrier, seq 1: the timeout of 5 ms passed; waiting on rank 11\n  rank 10: barrier";
+        assert_eq!(timeout(vec![1], 0).unwrap().to_string(), text);
+        assert!(timeout(vec![2], 0).is_none());
+        assert!(timeout(vec![1], 2).is_none());
     }
 }

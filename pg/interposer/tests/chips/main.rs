@@ -418,11 +418,10 @@ fn a_rank_of_another_slice_that_dies_is_named() {
         // Behind it in the line, and no business of that rank's in the other slice.
         let behind = on_chip(&inner, Kind::AllReduce, &mut own);
         let error = wait(&work).unwrap_err();
-        // Rank 2 hears of it in a program of its slice's, in which that rank is the second; rank 1 in the exchange with its
-        // counterpart, the second slice's; or either hears it in the other's words.
+        // Rank 2 may hear of it in a program of its slice's, in which that rank is the second; rank 1 in the exchange with
+        // its counterpart; or either hears it in the other's words.
         let within = ["lost rank 1", "group world/slice 1", "[2,3]"].iter().all(|word| error.contains(word));
-        let between = error.contains("lost rank 1") && error.contains("count=1500");
-        assert!(within || between || error.contains("lost rank 3"), "{error}");
+        assert!(within || error.contains("lost rank 3"), "{error}");
         assert_eq!(wait(&behind).is_ok(), rank.rank < 2);
         assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
     });
