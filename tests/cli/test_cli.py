@@ -133,10 +133,14 @@ def test_doctor_says_whose_python_it_is_and_how_to_get_torch_tpu(tmp_path: Path)
         done = podring("doctor", "--json", **env)
         return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
 
-    # The script's own, which nobody has set; nothing but the standard library; one that says it has torch_tpu.
-    own = checks(PODRING_PYTHON="")
-    assert own["python"]["data"]["from"] == ("this command's own" if Path(command()).parent.name == "bin" else "PATH")
-    assert own.get("PODRING_PYTHON", {"summary": ""})["summary"] == ""
+    # The command of a Python, where nobody has set one.
+    env = environment()
+    del env["PODRING_PYTHON"]
+    words = [sys.executable, "-m", "podring", "doctor", "--json"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
+    own = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert own["python"]["data"]["from"] == "this command's own" and "PODRING_PYTHON" not in own
+    # One with nothing but the standard library, and one that says it has torch_tpu.
     bare = checks(PODRING_PYTHON=script(tmp_path, f'exec {sys.executable} -S "$@"'))
     assert bare["torch_tpu"]["data"] == {"version": None}
     assert "pip install torch_tpu==" in bare["torch_tpu"]["summary"]

@@ -673,11 +673,11 @@ def future_callbacks() -> None:
             assert "ValueError: 1000 elements" in str(error), error
         else:
             raise AssertionError("the callback's error is lost")
-        told: list[float] = []
         future = reduced(late)
-        future.add_done_callback(lambda future: told.append(future.value()[0].sum().item()))
-        future.then(lambda future: None).wait()
-        assert told == [1000 * total], told
+        told = torch.futures.Future[float]()
+        future.add_done_callback(lambda future, told=told: told.set_result(future.value()[0].sum().item()))
+        future.wait()
+        assert told.wait() == 1000 * total
     both = torch.futures.collect_all([reduced(True), reduced(False)]).then(
         lambda future: sum(one.value()[0] for one in future.value())
     )
