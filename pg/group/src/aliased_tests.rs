@@ -27,7 +27,9 @@ fn cases(me: usize, size: usize, k: usize) -> Vec<Case> {
     let list = || (0..size).map(block).collect::<Vec<_>>();
     let aside = |number: usize| block(size + number);
     // A list of places of their own, but for one that is `shared`.
-    let with = |at: usize, shared: Place| (0..size).map(|number| if number == at { shared } else { aside(number) });
+    let with = |at: usize, shared: Place| -> Vec<Place> {
+        (0..size).map(|number| if number == at { shared } else { aside(number) }).collect()
+    };
     let mut cases: Vec<Case> = Vec::new();
     let mut one = |kind, inputs: Vec<Place>, outputs: Vec<Place>| cases.push((kind, vec![(inputs, outputs)]));
     for shift in [0, 1, part_way] {
@@ -41,10 +43,7 @@ fn cases(me: usize, size: usize, k: usize) -> Vec<Case> {
         }
         // A slot of a large tensor: the own one, another's, and one across two.
         for slot in [me, other, size - 2] {
-            let slot = flat(slot * k + shift, k);
-            if slot.at + k > size * k {
-                continue;
-            }
+            let slot = flat((slot * k + shift).min((size - 1) * k), k);
             one(Op::AllGather, vec![slot], vec![all]);
             one(Op::ReduceScatter, vec![all], vec![slot]);
             for root in 0..size {
@@ -57,13 +56,13 @@ fn cases(me: usize, size: usize, k: usize) -> Vec<Case> {
     }
     for at in [me, other] {
         let x = block(0);
-        one(Op::AllGather, vec![x], with(at, x).collect());
-        one(Op::ReduceScatter, with(at, x).collect(), vec![x]);
+        one(Op::AllGather, vec![x], with(at, x));
+        one(Op::ReduceScatter, with(at, x), vec![x]);
         for root in 0..size {
             let (is_root, root) = (root == me, root as u32);
             let some = |places: Vec<Place>| if is_root { places } else { vec![] };
-            one(Op::Gather { root }, vec![x], some(with(at, x).collect()));
-            one(Op::Scatter { root }, some(with(at, x).collect()), vec![x]);
+            one(Op::Gather { root }, vec![x], some(with(at, x)));
+            one(Op::Scatter { root }, some(with(at, x)), vec![x]);
         }
     }
     // The same tensor for everybody.
