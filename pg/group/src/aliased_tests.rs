@@ -135,19 +135,19 @@ fn shared(arena: &mut [i64], (kind, parts): &Case, size: usize) -> Collective {
 
 /// What the arena is to be: the call with every tensor in memory of its own.
 fn expected(group: &ProcessGroup, arena: &[i64], (kind, parts): &Case, size: usize) -> Vec<i64> {
-    let mut copies: Vec<(Vec<Vec<i64>>, Vec<Vec<i64>>)> = parts
+    let mut copies: Vec<[Vec<Vec<i64>>; 2]> = parts
         .iter()
         .map(|(inputs, outputs)| {
             let read = inputs.iter().map(|&place| elements(arena, place)).collect();
-            (read, outputs.iter().map(|place| vec![-1; place.len]).collect())
+            [read, outputs.iter().map(|place| vec![-1; place.len]).collect()]
         })
         .collect();
-    let apart = copies.iter_mut().map(|(inputs, outputs)| {
+    let apart = copies.iter_mut().map(|[inputs, outputs]| {
         (inputs.iter_mut().map(|data| tensor(data)).collect(), outputs.iter_mut().map(|data| tensor(data)).collect())
     });
     finish(group, call(*kind, size, apart)).unwrap();
     let mut arena = arena.to_vec();
-    for ((_, places), (_, results)) in parts.iter().zip(&copies) {
+    for ((_, places), [_, results]) in parts.iter().zip(&copies) {
         for (place, result) in places.iter().zip(results) {
             for (index, value) in result.iter().enumerate() {
                 arena[place.at + index * place.stride] = *value;
