@@ -3,6 +3,7 @@ random ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -295,3 +296,90 @@ def test_object_collectives_use_the_groups_device() -> None:
         return got == [{"rank": 0}, {"rank": 1}]
 
     assert run(body, 2) == [True, True]
+
+
+Call = Callable[[list[Tensor], list[Tensor]], None]
+
+
+def aliased_calls(rank: int, count: int) -> dict[str, tuple[Tensor, list[Tensor], list[Tensor], Call]]:
+    """By name: all the memory, what is read, what is written, and the call. The memory is new on every call."""
+    other = 1 - rank
+
+    calls: dict[str, tuple[Tensor, list[Tensor], list[Tensor], Call]] = {}
+
+    def add(
+        name: str, reads: Callable[[Tensor], list[Tensor]], writes: Callable[[Tensor], list[Tensor]], call: Call
+    ) -> None:
+        base = torch.arange(3 * count, dtype=torch.float32) + 7.0 * rank
+        calls[name] = (base, reads(base), writes(base), call)
+
+    def block(*numbers: int) -> Callable[[Tensor], list[Tensor]]:
+        return lambda base: [base[number * count : (number + 1) * count] for number in numbers]
+
+    def both(base: Tensor) -> list[Tensor]:
+        return [base[: 2 * count]]
+
+    def middle(base: Tensor) -> list[Tensor]:
+        return [base[count // 2 : count // 2 + count]]
+
+    def none(_: Tensor) -> list[Tensor]:
+        return []
+
+    def all_gather_into_tensor(reads: list[Tensor], writes: list[Tensor]) -> None:
+        dist.all_gather_into_tensor(writes[0], reads[0])
+
+    def all_gather(reads: list[Tensor], writes: list[Tensor]) -> None:
+        dist.all_gather(writes, reads[0])
+
+    def all_to_all(reads: list[Tensor], writes: list[Tensor]) -> None:
+        dist.all_to_all(writes, reads)
+
+    def all_to_all_single(reads: list[Tensor], writes: list[Tensor]) -> None:
+        dist.all_to_all_single(writes[0], reads[0])
+
+    def scatter(reads: list[Tensor], writes: list[Tensor]) -> None:
+        dist.scatter(writes[0], reads or None, src=0)
+
+    def gather(reads: list[Tensor], writes: list[Tensor]) -> None:
+        dist.gather(reads[0], writes or None, dst=0)
+
+    def reduce_scatter_tensor(reads: list[Tensor], writes: list[Tensor]) -> None:
+        dist.reduce_scatter_tensor(writes[0], reads[0])
+
+    root = rank == 0
+    add("all_gather_into_tensor of another slot", block(other), both, all_gather_into_tensor)
+    add("all_gather_into_tensor of the own slot", block(rank), both, all_gather_into_tensor)
+    add("all_gather_into_tensor of two halves", middle, both, all_gather_into_tensor)
+    add("all_gather of another output", block(other), block(0, 1), all_gather)
+    add("all_gather into one tensor", block(2), block(0, 0), all_gather)
+    add("all_to_all of the lists exchanged", block(0, 1), block(1, 0), all_to_all)
+    add("all_to_all in place", block(0, 1), block(0, 1), all_to_all)
+    add("all_to_all_single in place", both, both, all_to_all_single)
+    add("scatter into another input", block(0, 1) if root else none, block(1), scatter)
+    add("scatter into the own input", block(0, 1) if root else none, block(0), scatter)
+    add("gather of another output", block(1), block(0, 1) if root else none, gather)
+    add("reduce_scatter_tensor into two halves", both, middle, reduce_scatter_tensor)
+    add("reduce_scatter_tensor into another block", both, block(other), reduce_scatter_tensor)
+    add("reduce_scatter_tensor into the own block", both, block(rank), reduce_scatter_tensor)
+    return calls
+
+
+@pytest.mark.parametrize("count", [4, 100_000])
+def test_tensors_of_a_call_that_share_memory(count: int) -> None:
+    """Memory ends as if everything had been read first, then written, one output after the other."""
+
+    def body() -> list[str]:
+        rank, wrong = dist.get_rank(), []
+        for _ in range(10):
+            for name, (base, reads, writes, call) in aliased_calls(rank, count).items():
+                expected = base.clone()
+                apart = [torch.full_like(tensor, -1.0) for tensor in writes]
+                call([tensor.clone() for tensor in reads], apart)
+                for place, result in zip(writes, apart, strict=True):
+                    expected.as_strided(place.size(), place.stride(), place.storage_offset()).copy_(result)
+                call(reads, writes)
+                if not torch.equal(base, expected):
+                    wrong.append(name)
+        return wrong
+
+    assert run(body, 2) == [[], []]

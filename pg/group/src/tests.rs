@@ -1,5 +1,8 @@
 //! Whole groups in one process: a hub per rank, a thread per rank.
 
+#[path = "aliased_tests.rs"]
+mod aliased;
+
 use super::*;
 use crate::error::Kind;
 use crate::store::MemoryStore;

@@ -10,8 +10,10 @@ mod engine;
 mod failing;
 mod message;
 mod net;
+mod overlap;
 mod play;
 mod pool;
+mod prepare;
 mod start;
 mod ticket;
 
@@ -21,12 +23,11 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use crossbeam_queue::SegQueue;
-use parking_lot::{Mutex, MutexGuard};
-use podring_collective::{Collective, Layout};
-use podring_kernel as kernel;
+use parking_lot::{Mutex, MutexGuard, RwLock};
+use podring_collective::Collective;
+use rustc_hash::FxHashMap;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
-use smallvec::SmallVec;
 
 pub use config::{BadSetting, Config};
 pub use endpoint::Address;
@@ -36,12 +37,11 @@ pub use ticket::{Callback, Keep, State, Ticket};
 use crate::error::{Failure, HubError};
 use crate::fork::{self, Guarded};
 use crate::handshake::{Job, Secret};
-use crate::memory::{Buffer, SharedPool};
+use crate::memory::SharedPool;
 use crate::wire::HubId;
 use channel::Channel;
 use engine::{Engine, Request};
 use net::Net;
-use play::{Blocks, Unpack};
 use ticket::{Tickets, deadline};
 
 /// Looks with nothing but a pause between them, where every rank has a core to itself: a few microseconds, in which a
@@ -63,6 +63,8 @@ const ASLEEP: u8 = 2;
 struct Shared {
     engine: Mutex<Engine>,
     inbox: SegQueue<Request>,
+    /// This process's rank in each open group: for calls that are made ready without the token.
+    places: RwLock<FxHashMap<u64, u32>>,
     tickets: Tickets,
     pool: Arc<Pool>,
     memory: SharedPool,
@@ -185,6 +187,7 @@ impl Hub {
         let shared = Arc::new(Shared {
             engine: Mutex::new(Engine::new(config, net, memory.clone())),
             inbox: SegQueue::new(),
+            places: RwLock::default(),
             tickets: Tickets::default(),
             pool: Pool::new(),
             memory,
@@ -276,6 +279,7 @@ impl Hub {
             if hosts.len() <= 1 {
                 channel.hosts.clear();
             }
+            self.0.places.write().insert(spec.id, spec.me);
             engine.open(spec.id, channel);
             Ok(())
         })?;
@@ -291,6 +295,7 @@ impl Hub {
     /// Closes a group. What is under way in it fails.
     pub fn close(&self, id: u64) {
         if self.check_fork().is_ok() {
+            self.0.places.write().remove(&id);
             // Driven at once: this may be the last that this process does.
             self.with(|engine| {
                 engine.close(id);
@@ -428,85 +433,6 @@ impl Hub {
 }
 
 impl Shared {
-    /// Addresses of an operation's blocks; tensors that aren't plain are packed.
-    fn prepare(&self, call: Call, ticket: Arc<Ticket>) -> Request {
-        let mut parts = SmallVec::new();
-        let mut staging: SmallVec<[Buffer; 2]> = SmallVec::new();
-        let mut unpack: SmallVec<[Unpack; 1]> = SmallVec::new();
-        for part in &call.collective.parts {
-            let dtype = part.dtype;
-            // The tensor packed last, so that an in-place operation packs once.
-            let mut packed: Option<(*mut u8, &Layout, *mut u8)> = None;
-            let mut inputs = Blocks::new();
-            let place = |counts: &[usize], blocks: &mut Blocks, mut at: *mut u8| {
-                for &count in counts {
-                    blocks.push((at, count));
-                    at = at.wrapping_add(count * dtype.size());
-                }
-            };
-            let single = part.inputs.tensors.len() == 1;
-            for (index, tensor) in part.inputs.tensors.iter().enumerate() {
-                let counts = if single { &part.inputs.counts[..] } else { &part.inputs.counts[index..=index] };
-                let at = if tensor.layout.is_plain() {
-                    tensor.data
-                } else {
-                    let count = tensor.layout.numel().unwrap_or(0);
-                    let buffer = self.memory.take(count * dtype.size());
-                    // SAFETY: the tensor is readable by the caller's promise; the buffer is large enough.
-                    unsafe { kernel::pack(&tensor.layout, dtype, tensor.data, buffer.as_ptr(), 0..count) };
-                    let at = buffer.as_ptr();
-                    packed = Some((tensor.data, &tensor.layout, at));
-                    staging.push(buffer);
-                    at
-                };
-                place(counts, &mut inputs, at);
-            }
-            let mut outputs = Blocks::new();
-            let single = part.outputs.tensors.len() == 1;
-            for (index, tensor) in part.outputs.tensors.iter().enumerate() {
-                let counts = if single { &part.outputs.counts[..] } else { &part.outputs.counts[index..=index] };
-                let at = if tensor.layout.is_plain() {
-                    tensor.data
-                } else {
-                    let count = tensor.layout.numel().unwrap_or(0);
-                    let at = match packed {
-                        Some((data, layout, at)) if data == tensor.data && *layout == tensor.layout => at,
-                        _ => {
-                            let buffer = self.memory.take(count * dtype.size());
-                            let at = buffer.as_ptr();
-                            staging.push(buffer);
-                            at
-                        }
-                    };
-                    if count > 0 {
-                        unpack.push(Unpack { from: at, into: tensor.clone(), dtype, count });
-                    }
-                    at
-                };
-                place(counts, &mut outputs, at);
-            }
-            parts.push((inputs, outputs));
-        }
-        let fingerprint = if call.collective.kind.is_point_to_point() {
-            call.collective.parts.first().map_or(0, |part| part.dtype as u64 + 1)
-        } else {
-            call.collective.fingerprint() ^ call.mark
-        };
-        Request {
-            channel: call.channel,
-            seq: call.seq,
-            fingerprint,
-            collective: call.collective,
-            parts,
-            staging,
-            unpack,
-            ticket,
-            keep: call.keep,
-            deadline: deadline(call.timeout),
-            timeout: call.timeout,
-        }
-    }
-
     fn take_inbox(&self, engine: &mut Engine) -> bool {
         let mut any = false;
         while let Some(request) = self.inbox.pop() {
