@@ -168,7 +168,12 @@ pub enum JoinError {
     #[error("store: {0}")]
     Board(#[from] BoardError),
     /// Rank 0 published nothing.
-    #[error("no sign of rank 0{}, which brings the coordinator, within {waited:?}", on(host))]
+    #[error(
+        "no sign of rank 0{}, which brings the coordinator, within {} ms; if it runs, it may itself be waiting in the \
+         launcher's store for ranks that haven't come there",
+        on(host),
+        waited.as_millis()
+    )]
     NoRankZero {
         /// Where it should be, if the launcher says so.
         host: Option<String>,
