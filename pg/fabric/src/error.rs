@@ -49,6 +49,8 @@ pub enum Failure {
     },
     /// A message isn't what its receive expected.
     Message {
+        /// The receive's number among this rank's messages of the group.
+        seq: u64,
         /// The rank that received it.
         rank: u32,
         /// The rank that sent it.
@@ -186,8 +188,11 @@ impl fmt::Display for Failure {
                 write!(f, "ranks called different operations at seq {seq}: {what}")?;
                 table(f, ledger)
             }
-            Failure::Message { rank, from, expected, sent } => {
-                write!(f, "recv from rank {from} on rank {rank}: expected {expected}, rank {from} sent {sent}")
+            Failure::Message { seq, rank, from, expected, sent } => {
+                write!(
+                    f,
+                    "recv from rank {from} on rank {rank}, seq {seq}: expected {expected}, rank {from} sent {sent}"
+                )
             }
             Failure::Aborted { by: Some(by), why } => write!(f, "aborted by rank {by}: {why}"),
             Failure::Aborted { by: None, why } => write!(f, "aborted: {why}"),
@@ -271,9 +276,9 @@ mod tests {
         assert_eq!(lost(1).numbered(number), Some(lost(11)));
         assert_eq!(lost(3).numbered(number), None);
         let extent = |count| Extent { bytes: 4 * count, count, dtype: "float32".to_owned() };
-        let message = |rank, from| Failure::Message { rank, from, expected: extent(4), sent: extent(5) };
+        let message = |rank, from| Failure::Message { seq: 3, rank, from, expected: extent(4), sent: extent(5) };
         assert_eq!(message(1, 0).numbered(number), Some(message(11, 10)));
-        let text = "recv from rank 0 on rank 1: expected 16 bytes (4 float32), rank 0 sent 20 bytes (5 float32)";
+        let text = "recv from rank 0 on rank 1, seq 3: expected 16 bytes (4 float32), rank 0 sent 20 bytes (5 float32)";
         assert_eq!(message(1, 0).to_string(), text);
     }
 }

@@ -80,7 +80,7 @@ fn a_rank_that_comes_after_the_failure_gets_the_whole_table() {
 
 #[test]
 fn an_unlike_message_is_named_by_its_size_without_a_table() {
-    let text = "recv from rank 0 on rank 1: expected 16 bytes (4 float32), rank 0 sent";
+    let text = "recv from rank 0 on rank 1, seq 0: expected 16 bytes (4 float32), rank 0 sent";
     for (count, dtype, sent) in [(5, DType::F32, "20 bytes (5 float32)"), (4, DType::I32, "16 bytes (4 int32)")] {
         // The message comes before the receive, after it, and with a bystander.
         for (first, size) in [(0, 2), (1, 3)] {

@@ -385,8 +385,8 @@ impl Engine {
         let Some(op) = self.ops.get(receiving.op) else { return };
         let Some(channel) = self.channels.get(&op.channel) else { return };
         let expected = extent(op.fingerprint, receiving.len as u64);
-        let (id, rank) = (op.channel, channel.me);
-        self.fail_channel(id, Failure::Message { rank, from, expected, sent: extent(fingerprint, total) }, true);
+        let (id, seq, rank) = (op.channel, op.seq, channel.me);
+        self.fail_channel(id, Failure::Message { seq, rank, from, expected, sent: extent(fingerprint, total) }, true);
     }
 
     /// The next bytes of a streamed message.
