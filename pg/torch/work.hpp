@@ -15,6 +15,7 @@
 
 #include "call.hpp"
 #include "core.hpp"
+#include "guard.hpp"
 
 namespace podring {
 
@@ -198,6 +199,8 @@ class FaceWork final : public c10d::Work {
     for (const at::Tensor& output : outputs_) {
       const c10::Device device = output.device();
       if (!device.is_cpu() && std::find(devices.begin(), devices.end(), device) == devices.end()) {
+        // Its callbacks run on a stream of this device's pool.
+        if (device::is_tpu(device)) device::GuardWithPool::install(device);
         devices.push_back(device);
       }
     }

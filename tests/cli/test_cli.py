@@ -128,6 +128,38 @@ def test_doctor_text_fits_80_columns_and_names_a_missing_python() -> None:
     assert all(len(line) <= 80 or max(map(len, line.split())) > 60 for line in done.stdout.splitlines())
 
 
+def test_doctor_says_whose_python_it_is_and_how_to_get_torch_tpu(tmp_path: Path) -> None:
+    def checks(**env: str) -> dict[str, Any]:
+        done = podring("doctor", "--json", **env)
+        return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+
+    # The command of a Python, where nobody has set one.
+    env = environment()
+    del env["PODRING_PYTHON"]
+    words = [sys.executable, "-m", "podring", "doctor", "--json"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
+    own = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert own["python"]["data"]["from"] == "this command's own" and "PODRING_PYTHON" not in own
+    # One with nothing but the standard library, and one that says it has torch_tpu.
+    bare = checks(PODRING_PYTHON=script(tmp_path, f'exec {sys.executable} -S "$@"'))
+    assert bare["torch_tpu"]["data"] == {"version": None}
+    assert "pip install torch_tpu==" in bare["torch_tpu"]["summary"]
+    package = tmp_path / "site/torch_tpu-9.8.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_tpu\nVersion: 9.8\n")
+    having = checks(PODRING_PYTHON=sys.executable, PYTHONPATH=str(package.parent))
+    assert having["torch_tpu"]["data"] == {"version": "9.8"} and having["torch_tpu"]["summary"] == "9.8"
+
+
+def test_run_without_torch_tpu_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("print('STARTED')")
+    bare = script(tmp_path, f'exec {sys.executable} -S "$@"')
+    done = podring("run", "--slice", "v5e:2x2", "--python", bare, str(tmp_path / "program.py"))
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith(f"podring: {bare} has no torch_tpu") and done.stderr.count("\n") == 1, done.stderr
+    assert "pip install torch_tpu==" in done.stderr and "scripts/venv vchip" in done.stderr
+
+
 def test_bench_measures_every_operation(tmp_path: Path) -> None:
     ranks = 2
     picture = tmp_path / "plot.png"

@@ -638,6 +638,69 @@ def eager_training() -> None:
 
 
 @scenario
+def future_callbacks() -> None:
+    total = float(sum(range(1, WORLD + 1)))
+
+    def reduced(late: bool) -> Any:
+        """A collective's future: complete on every rank, or on none, as rank 0 has yet to come."""
+        tensor = torch.full((1000,), RANK + 1.0, device=TPU)
+        if late and RANK == 0:
+            time.sleep(0.2)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        if not late:
+            work.wait()
+        return work.get_future()
+
+    def chained(future: Any) -> Tensor:
+        work = dist.all_reduce(future.value()[0], async_op=True)
+        assert work is not None
+        return work.get_future().wait()[0]
+
+    def raising(future: Any) -> None:
+        raise ValueError(f"{future.value()[0].numel()} elements")
+
+    for late in (False, True):
+        assert reduced(late).then(lambda future: 7).wait() == 7
+        same(reduced(late).then(lambda future: future.value()[0] * 2).wait(), torch.full((1000,), 2 * total))
+        same(reduced(late).then(chained).wait(), torch.full((1000,), WORLD * total))
+        # A callback of a callback's value, on the host's memory.
+        twice = reduced(late).then(lambda future: future.value()[0] + 1).then(lambda future: future.value().cpu())
+        assert twice.wait().tolist() == [total + 1] * 1000
+        try:
+            reduced(late).then(raising).wait()
+        except RuntimeError as error:
+            assert "ValueError: 1000 elements" in str(error), error
+        else:
+            raise AssertionError("the callback's error is lost")
+        future = reduced(late)
+        told = torch.futures.Future[float]()
+        future.add_done_callback(lambda future, told=told: told.set_result(future.value()[0].sum().item()))
+        future.wait()
+        assert told.wait() == 1000 * total
+    both = torch.futures.collect_all([reduced(True), reduced(False)]).then(
+        lambda future: sum(one.value()[0] for one in future.value())
+    )
+    same(both.wait(), torch.full((1000,), 2 * total))
+
+
+@scenario
+def ddp_compressed() -> None:
+    # The gradients of a bucket go as fp16, and a callback widens them again.
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    def trained(device: torch.device) -> list[float]:
+        # Several buckets.
+        model = DistributedDataParallel(mlp().to(device), bucket_cap_mb=0.01)
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return averaged(losses(model, batch().to(device), torch.optim.SGD))
+
+    for got, expected in zip(trained(TPU), trained(torch.device("cpu")), strict=True):
+        assert abs(got - expected) <= 1e-3 * abs(expected), (got, expected)
+
+
+@scenario
 def ddp() -> None:
     from torch.nn.parallel import DistributedDataParallel
 

@@ -16,7 +16,17 @@ from tests.processes import run_program
 from tests.vchip import jobs
 
 # The scenarios of test_scenarios.py, over the other engine. Every program is compiled: those with many take long.
-QUICK = ["movements", "aliases_keep_their_values", "asynchronous", "coalesced", "ddp", "fsdp2", "tensor_parallel"]
+QUICK = [
+    "movements",
+    "aliases_keep_their_values",
+    "asynchronous",
+    "future_callbacks",
+    "coalesced",
+    "ddp",
+    "ddp_compressed",
+    "fsdp2",
+    "tensor_parallel",
+]
 ALL = [
     *QUICK,
     "reductions",

@@ -17,6 +17,7 @@ COLLECTIVES = [
     "aliases_keep_their_values",
     "deferred_values",
     "asynchronous",
+    "future_callbacks",
     "coalesced",
     "objects",
     "refusals",
@@ -30,6 +31,7 @@ COLLECTIVES = [
 TRAINING = [
     "eager_training",
     "ddp",
+    "ddp_compressed",
     "sync_batch_norm",
     "fsdp2",
     "hsdp",
@@ -47,10 +49,12 @@ FEW = [
     "layouts",
     "aliases_keep_their_values",
     "asynchronous",
+    "future_callbacks",
     "compiled_collectives",
     "twins_end_with_their_groups",
     "device_facts",
     "ddp",
+    "ddp_compressed",
     "checkpoint",
 ]
 OURS = COLLECTIVES + TRAINING if jobs.ALL else FEW

@@ -10,6 +10,7 @@ mod terminal;
 mod topo;
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
 
@@ -57,6 +58,15 @@ where
             error.exit_code()
         }
     }
+}
+
+/// As [`main_with`], for a command that is a script of the Python interpreter `python`.
+pub fn main_of<I>(python: PathBuf, args: I) -> i32
+where
+    I: IntoIterator<Item = OsString>,
+{
+    python::set_own(python);
+    main_with(args)
 }
 
 fn exit_code<E: std::error::Error>(outcome: Result<i32, E>) -> i32 {

@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::io::{Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,23 @@ pub(crate) enum Error {
     Io { program: String, source: std::io::Error },
 }
 
+/// The torch_tpu that `podring run` needs: requirements/vchip.txt's.
+pub(crate) const TORCH_TPU: &str = "0.2.0";
+
+/// How to get torch_tpu.
+pub(crate) fn torch_tpu_hint() -> String {
+    format!("pip install torch_tpu=={TORCH_TPU} (in podring's repository scripts/venv vchip makes .venv-vchip)")
+}
+
+/// The interpreter that this command is a script of, if it is one.
+static OWN: OnceLock<PathBuf> = OnceLock::new();
+
+/// Says, once, that this command is a script of the interpreter `program`.
+pub(crate) fn set_own(program: PathBuf) {
+    // A second word on the same process says the same.
+    let _ = OWN.set(program);
+}
+
 /// An interpreter and who named it.
 #[derive(Debug, Clone)]
 pub(crate) struct Interpreter {
@@ -28,17 +46,21 @@ pub(crate) struct Interpreter {
 }
 
 impl Interpreter {
-    /// The first of: `explicit`, PODRING_PYTHON, VIRTUAL_ENV's, python3 on PATH.
+    /// The first of: `explicit`, PODRING_PYTHON, the one this command is a script of, VIRTUAL_ENV's, python3 on PATH.
     pub(crate) fn find(explicit: Option<&Path>) -> Self {
-        Self::choose(explicit, |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from))
+        let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        Self::choose(explicit, OWN.get().map(PathBuf::as_path), var)
     }
 
-    fn choose(explicit: Option<&Path>, var: impl Fn(&str) -> Option<PathBuf>) -> Self {
+    fn choose(explicit: Option<&Path>, own: Option<&Path>, var: impl Fn(&str) -> Option<PathBuf>) -> Self {
         if let Some(path) = explicit {
             return Interpreter { program: path.to_owned(), from: "--python" };
         }
         if let Some(path) = var("PODRING_PYTHON") {
             return Interpreter { program: path, from: "PODRING_PYTHON" };
+        }
+        if let Some(path) = own {
+            return Interpreter { program: path.to_owned(), from: "this command's own" };
         }
         if let Some(prefix) = var("VIRTUAL_ENV") {
             return Interpreter { program: prefix.join("bin/python"), from: "VIRTUAL_ENV" };
@@ -131,11 +153,19 @@ mod tests {
             "VIRTUAL_ENV" => Some(PathBuf::from("/venv")),
             _ => None,
         };
-        assert_eq!(Interpreter::choose(Some(Path::new("/x")), var).from, "--python");
-        assert_eq!(Interpreter::choose(None, var).program, Path::new("/a/python"));
+        let own = Some(Path::new("/own/python"));
+        assert_eq!(Interpreter::choose(Some(Path::new("/x")), own, var).from, "--python");
+        assert_eq!(Interpreter::choose(None, own, var).program, Path::new("/a/python"));
         let only_venv = |name: &str| if name == "PODRING_PYTHON" { None } else { var(name) };
-        assert_eq!(Interpreter::choose(None, only_venv).program, Path::new("/venv/bin/python"));
-        assert_eq!(Interpreter::choose(None, |_| None).program, Path::new("python3"));
+        assert_eq!(Interpreter::choose(None, own, only_venv).program, Path::new("/own/python"));
+        assert_eq!(Interpreter::choose(None, None, only_venv).program, Path::new("/venv/bin/python"));
+        assert_eq!(Interpreter::choose(None, None, |_| None).program, Path::new("python3"));
+    }
+
+    #[test]
+    fn the_torch_tpu_that_is_named_is_the_pinned_one() {
+        let pinned = include_str!("../../../requirements/vchip.txt");
+        assert!(pinned.lines().any(|line| line == format!("torch_tpu=={TORCH_TPU}")), "{pinned}");
     }
 
     // The shell stands in for Python: only process handling is at stake.

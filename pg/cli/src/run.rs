@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use podring_topology::{Slice, TopologyError};
 
-use crate::python::Interpreter;
+use crate::python::{Interpreter, torch_tpu_hint};
 
 /// Run a program on every chip of a slice: real where there is a TPU, else virtual.
 ///
@@ -32,7 +32,7 @@ pub(crate) struct Args {
     /// Run a module, as python -m does; everything after its name goes to it.
     #[arg(short, long)]
     module: bool,
-    /// The Python to run it with. Without it PODRING_PYTHON, then the virtual environment's.
+    /// The Python to run it with, which has torch_tpu. Without it PODRING_PYTHON, this command's own, VIRTUAL_ENV's.
     #[arg(long)]
     python: Option<PathBuf>,
     /// The program and its arguments.
@@ -59,6 +59,8 @@ pub(crate) enum Error {
     Uneven { devices: u32, slice: String, hosts: u32 },
     #[error("{0}")]
     Python(#[from] crate::python::Error),
+    #[error("{python} has no torch_tpu, which a rank of a slice needs: {hint}")]
+    NoTorchTpu { python: String, hint: String },
     #[error("{what}: {source}")]
     Io { what: &'static str, source: std::io::Error },
 }
@@ -104,6 +106,10 @@ pub(crate) fn run(args: Args) -> Result<i32, Error> {
     let slice = podring_topology::parse(&name)?;
     let each = ranks_per_host(&slice, args.nproc_per_node, args.hosts)?;
     let interpreter = Interpreter::find(args.python.as_deref());
+    // Torch's own switch: the ranks load no device, and CPU tensors work.
+    if std::env::var_os("TORCH_DEVICE_BACKEND_AUTOLOAD").is_none_or(|value| value != "0") {
+        expect_torch_tpu(&interpreter)?;
+    }
     let port = if args.hosts == 1 { 0 } else { free_port()? };
     let command = |host: u32| {
         let mut command = Command::new(&interpreter.program);
@@ -133,6 +139,17 @@ pub(crate) fn run(args: Args) -> Result<i32, Error> {
         }
     }
     attend(&mut launchers)
+}
+
+/// Asks before anything starts: every rank would fail.
+fn expect_torch_tpu(interpreter: &Interpreter) -> Result<(), Error> {
+    let script = "from importlib.util import find_spec; print(find_spec('torch_tpu') is not None)";
+    let said = interpreter.output(&["-c", script], "", Duration::from_secs(60))?;
+    // Site hooks may print before us.
+    if said.lines().last() == Some("True") {
+        return Ok(());
+    }
+    Err(Error::NoTorchTpu { python: interpreter.name(), hint: torch_tpu_hint() })
 }
 
 fn free_port() -> Result<u16, Error> {

@@ -1,6 +1,7 @@
 //! `podring._core`: the core as an abi3 Python module.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
 use pyo3::prelude::*;
 
@@ -11,10 +12,10 @@ mod settings;
 mod store_abi;
 mod topology;
 
-/// Runs the `podring` command line; `args` includes the program name. Returns the exit code.
+/// Runs the `podring` command line of the interpreter `python`; `args` includes the program name. Returns the exit code.
 #[pyfunction]
-fn cli_main(py: Python<'_>, args: Vec<OsString>) -> i32 {
-    py.detach(|| podring_cli::main_with(args))
+fn cli_main(py: Python<'_>, args: Vec<OsString>, python: PathBuf) -> i32 {
+    py.detach(|| podring_cli::main_of(python, args))
 }
 
 /// The C function table for faces.

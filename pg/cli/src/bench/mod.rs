@@ -88,7 +88,7 @@ pub(crate) struct Args {
     /// Draw bandwidth and time against size (needs matplotlib)
     #[arg(long, value_name = "FILE.png")]
     plot: Option<PathBuf>,
-    /// The Python that has torch and podring; else PODRING_PYTHON, VIRTUAL_ENV's, python3
+    /// The Python that has torch and podring; else PODRING_PYTHON, this command's own, VIRTUAL_ENV's, python3
     #[arg(long, value_name = "EXE")]
     python: Option<PathBuf>,
     /// Show what the ranks write to stderr as they run

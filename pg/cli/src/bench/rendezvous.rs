@@ -54,7 +54,7 @@ pub(crate) struct Args {
     /// Leave out init_process_group and new_group, which need a Python with torch
     #[arg(long)]
     no_init: bool,
-    /// The Python that has torch and podring; else PODRING_PYTHON, VIRTUAL_ENV's, python3
+    /// The Python that has torch and podring; else PODRING_PYTHON, this command's own, VIRTUAL_ENV's, python3
     #[arg(long, value_name = "EXE")]
     python: Option<PathBuf>,
     /// Write the numbers as JSON (- for stdout)

@@ -26,7 +26,7 @@ pub(crate) struct Args {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// The Python to look into; else PODRING_PYTHON, VIRTUAL_ENV's, python3
+    /// The Python to look into; else PODRING_PYTHON, this command's own, VIRTUAL_ENV's, python3
     #[arg(long, value_name = "EXE")]
     python: Option<PathBuf>,
 }

@@ -60,9 +60,8 @@ pub(super) fn checks(interpreter: &Interpreter) -> Vec<Check> {
         Ok(facts) => {
             checks.extend([python(&facts, interpreter.from), torch(&facts), package(&facts), face(&facts)]);
             checks.push(optional("numpy", facts.numpy.as_deref(), "podring does not need it"));
-            if facts.torch_tpu.is_some() {
-                checks.push(optional("torch_tpu", facts.torch_tpu.as_deref(), ""));
-            }
+            let absent = format!("podring run and tpu tensors need it: {}", python::torch_tpu_hint());
+            checks.push(optional("torch_tpu", facts.torch_tpu.as_deref(), &absent));
             plugins = facts.plugins.into_iter().collect();
         }
         Err(error) => checks.push(

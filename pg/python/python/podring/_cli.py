@@ -1,6 +1,5 @@
 """The ``podring`` command."""
 
-import os
 import signal
 import sys
 
@@ -11,6 +10,5 @@ def main() -> int:
     """Runs the command line of this process; gives the exit code."""
     # The command runs outside the interpreter, which would only note a Ctrl-C and wait.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # doctor looks into, and bench runs, the Python that this script belongs to.
-    os.environ.setdefault("PODRING_PYTHON", sys.executable)
-    return _core.cli_main(sys.argv)
+    # doctor looks into, bench and run start, the Python that this script belongs to.
+    return _core.cli_main(sys.argv, sys.executable)

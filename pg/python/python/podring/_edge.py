@@ -16,6 +16,7 @@ SEEN_WITH = ("0.2.0",)
 def before_start(slice_name: str) -> None:
     """What has to be so before PJRT starts on a virtual slice."""
     launch_environment(slice_name)
+    disk_cache()
 
 
 def after_start(slice_name: str) -> None:
@@ -90,6 +91,13 @@ def launch_environment(slice_name: str) -> None:
     os.environ.setdefault(
         "TORCH_TPU_SLICEBUILDER_ADDRESSES", ",".join(f"localhost:{8471 + rank}" for rank in range(world))
     )
+
+
+def disk_cache() -> None:
+    """torch_tpu 0.2.0 saves every program to its cache on disk, which a virtual slice refuses (docs/virtual-slice.md), and
+    reports each as an error on stderr. Its name for no such cache is "disabled".
+    """
+    os.environ.setdefault("TORCH_TPU_TIER2_COMPILATION_CACHE", "disabled")
 
 
 def hardware(slice_name: str) -> None:
