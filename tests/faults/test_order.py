@@ -76,6 +76,9 @@ def test_receive_of_another_size(count: int, more: bool) -> None:
 
     ends = attempt(body, 2, op_timeout=LIMIT, timeout=LIMIT + 10)
     check(ends, "recv", LIMIT, 0, 1)
+    sent = count + (1 if more else -1)
+    text = f"expected {4 * count} bytes ({count} float32), rank 0 sent {4 * sent} bytes ({sent} float32)"
+    assert all(f"recv from rank 0 on rank 1, seq 0: {text}" in end.error.message for end in ends if end.error)
 
 
 def test_receive_of_another_dtype() -> None:
@@ -88,9 +91,8 @@ def test_receive_of_another_dtype() -> None:
 
     ends = attempt(body, 2, op_timeout=LIMIT, timeout=LIMIT + 10)
     check(ends, "recv", LIMIT, 0, 1)
-    assert all(
-        "sends float32" in end.error.message and "expects int32" in end.error.message for end in ends if end.error
-    )
+    text = "recv from rank 0 on rank 1, seq 0: expected 12 bytes (3 int32), rank 0 sent 12 bytes (3 float32)"
+    assert all(text in end.error.message for end in ends if end.error)
 
 
 @pytest.mark.parametrize("road", [{}, {"rank_env": lambda rank: {"PODRING_HOST_ID": f"h{rank}"}}], ids=["shm", "tcp"])

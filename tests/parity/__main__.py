@@ -118,6 +118,8 @@ def write() -> str:
         "",
         "In each field: podring's answer, then gloo's. *ok*: the reference's bits. **wrong**: no error, other data. "
         "eN: an error, see the end. Calls are those of `torch.distributed`; some errors are its own, for any backend.",
+        "",
+        "AVG of integers sums in the tensor's own type, where sums wrap, and divides that: as NCCL's does.",
     ]
     for op in REDUCING[:2] + REDUCING[3:]:
 

@@ -255,7 +255,7 @@ impl fmt::Display for Collective {
             _ => {}
         }
         for (index, part) in self.parts.iter().enumerate() {
-            if index == 4 {
+            if index == 8 {
                 write!(f, ", … {} tensors in all", self.parts.len())?;
                 break;
             }

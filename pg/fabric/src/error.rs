@@ -47,6 +47,19 @@ pub enum Failure {
         /// What each rank had called.
         ledger: Vec<LedgerRow>,
     },
+    /// A message isn't what its receive expected.
+    Message {
+        /// The receive's number among this rank's messages of the group.
+        seq: u64,
+        /// The rank that received it.
+        rank: u32,
+        /// The rank that sent it.
+        from: u32,
+        /// What the receive expected.
+        expected: Extent,
+        /// What was sent.
+        sent: Extent,
+    },
     /// Somebody ended it.
     Aborted {
         /// The rank, if not this one.
@@ -63,6 +76,23 @@ pub enum Failure {
     },
 }
 
+/// The size of a message.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Extent {
+    /// Its bytes.
+    pub bytes: u64,
+    /// Its elements.
+    pub count: u64,
+    /// Their type's name, e.g. `float32`.
+    pub dtype: String,
+}
+
+impl fmt::Display for Extent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes ({} {})", self.bytes, self.count, self.dtype)
+    }
+}
+
 /// What one rank had called.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LedgerRow {
@@ -76,7 +106,7 @@ impl Failure {
     /// Which of two failures of one group tells more about the cause; higher wins.
     pub(crate) fn weight(&self) -> u8 {
         match self {
-            Failure::Mismatch { .. } => 4,
+            Failure::Mismatch { .. } | Failure::Message { .. } => 4,
             Failure::PeerLost { .. } => 3,
             Failure::Internal { .. } => 2,
             Failure::Timeout { .. } => 1,
@@ -100,6 +130,7 @@ impl Failure {
                 }
             }
             Failure::PeerLost { rank, .. } | Failure::Internal { rank, .. } => *rank = number(*rank)?,
+            Failure::Message { rank, from, .. } => (*rank, *from) = (number(*rank)?, number(*from)?),
             Failure::Aborted { by: Some(by), .. } => *by = number(*by)?,
             Failure::Mismatch { .. } | Failure::Aborted { by: None, .. } => {}
         }
@@ -109,6 +140,11 @@ impl Failure {
             }
         }
         Some(failure)
+    }
+
+    /// Its table has been gathered.
+    pub(crate) fn is_told(&self) -> bool {
+        matches!(self, Failure::Timeout { ledger, .. } | Failure::Mismatch { ledger, .. } if !ledger.is_empty())
     }
 
     /// The table to fill, for the failures that have one.
@@ -151,6 +187,12 @@ impl fmt::Display for Failure {
             Failure::Mismatch { seq, what, ledger } => {
                 write!(f, "ranks called different operations at seq {seq}: {what}")?;
                 table(f, ledger)
+            }
+            Failure::Message { seq, rank, from, expected, sent } => {
+                write!(
+                    f,
+                    "recv from rank {from} on rank {rank}, seq {seq}: expected {expected}, rank {from} sent {sent}"
+                )
             }
             Failure::Aborted { by: Some(by), why } => write!(f, "aborted by rank {by}: {why}"),
             Failure::Aborted { by: None, why } => write!(f, "aborted: {why}"),
@@ -233,5 +275,10 @@ mod tests {
         let lost = |rank| Failure::PeerLost { rank, host: "a".to_owned(), how: "gone".to_owned(), op: None, seq: 2 };
         assert_eq!(lost(1).numbered(number), Some(lost(11)));
         assert_eq!(lost(3).numbered(number), None);
+        let extent = |count| Extent { bytes: 4 * count, count, dtype: "float32".to_owned() };
+        let message = |rank, from| Failure::Message { seq: 3, rank, from, expected: extent(4), sent: extent(5) };
+        assert_eq!(message(1, 0).numbered(number), Some(message(11, 10)));
+        let text = "recv from rank 0 on rank 1, seq 3: expected 16 bytes (4 float32), rank 0 sent 20 bytes (5 float32)";
+        assert_eq!(message(1, 0).to_string(), text);
     }
 }

@@ -27,7 +27,8 @@ pub enum Frame {
     Ack = 5,
     /// I am about to run this collective: for the ranks that would otherwise hear nothing from me.
     Announce = 6,
-    /// The channel failed; the payload is a JSON [`crate::error::Failure`].
+    /// The channel failed; the payload is a JSON [`crate::error::Failure`]. Of one that has a table, it asks for the
+    /// receiver's row, too: who has failed already answers with its own failure.
     Abort = 7,
     /// What I called with this sequence number; the payload is its text.
     Ledger = 8,
@@ -67,12 +68,15 @@ pub const POINT_TO_POINT: u8 = 1;
 /// `Header::flags` of a [`Frame::Ledger`]: nothing with this number yet; should it come soon, another frame says what.
 pub const NOT_YET: u8 = 2;
 
+/// `Header::flags` of a [`Frame::Abort`]: it answers another one, and wants no answer.
+pub const ANSWER: u8 = 4;
+
 /// What stands before every frame's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// The frame's kind.
     pub frame: Frame,
-    /// [`POINT_TO_POINT`], [`NOT_YET`] or 0.
+    /// [`POINT_TO_POINT`], [`NOT_YET`], [`ANSWER`] or 0.
     pub flags: u8,
     /// Payload bytes that follow.
     pub len: u32,

@@ -1,5 +1,6 @@
 //! What a caller of a process group may get instead of a result.
 
+use std::fmt;
 use std::sync::Arc;
 
 use podring_collective::Invalid;
@@ -8,6 +9,27 @@ use podring_fabric::hub::BadSetting;
 use podring_ici::engine::Failure as Of;
 
 use crate::store::StoreError;
+
+/// A group and this rank in it, as errors name them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The group's name.
+    pub group: String,
+    /// This rank, by the group's numbers, as all ranks in an error.
+    pub rank: u32,
+    /// The members' ranks in the default group, where those aren't the group's own numbers.
+    pub members: Option<Arc<[u32]>>,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Place { group, rank, members } = self;
+        match members {
+            None => write!(f, "group {group}, rank {rank}"),
+            Some(members) => write!(f, "group {group} of ranks {} (its rank {rank})", list(members)),
+        }
+    }
+}
 
 /// Why a call failed.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -21,44 +43,36 @@ pub enum Error {
         source: Invalid,
     },
     /// The group is broken, or this operation failed.
-    #[error("{failure} [group {group}, rank {rank}]")]
+    #[error("{failure} [{place}]")]
     Failed {
-        /// The group's name.
-        group: String,
-        /// This rank.
-        rank: u32,
+        /// The group and this rank.
+        place: Place,
         /// Why.
         failure: Arc<Failure>,
     },
     /// The same of an operation on devices.
-    #[error("{failure} [group {group}, rank {rank}]")]
+    #[error("{failure} [{place}]")]
     Device {
-        /// The group's name.
-        group: String,
-        /// This rank.
-        rank: u32,
+        /// The group and this rank.
+        place: Place,
         /// Why.
         failure: Arc<podring_ici::engine::Failure>,
     },
     /// The group has no devices.
-    #[error("{op} of device buffers, but {why} [group {group}, rank {rank}]")]
+    #[error("{op} of device buffers, but {why} [{place}]")]
     NoDevices {
         /// The operation's name.
         op: &'static str,
         /// Why not.
         why: &'static str,
-        /// The group's name.
-        group: String,
-        /// This rank.
-        rank: u32,
+        /// The group and this rank.
+        place: Place,
     },
     /// The group's devices can't be used.
     #[error(transparent)]
     Devices(#[from] crate::engine::DeviceError),
     /// A wait with a time limit of its own ended before the operation, which is still under way.
-    #[error(
-        "wait on {op}, seq {seq}, timed out after {after_ms} ms; the operation is still under way [group {group}, rank {rank}]"
-    )]
+    #[error("wait on {op}, seq {seq}, timed out after {after_ms} ms; the operation is still under way [{place}]")]
     WaitTimeout {
         /// The operation's name.
         op: &'static str,
@@ -66,10 +80,8 @@ pub enum Error {
         seq: u64,
         /// The limit.
         after_ms: u64,
-        /// The group's name.
-        group: String,
-        /// This rank.
-        rank: u32,
+        /// The group and this rank.
+        place: Place,
     },
     /// Some ranks didn't come.
     #[error("{what}: no sign of rank{} {} within {after_ms} ms; {present} of {size} came [group {group}, rank {rank}]", if missing.len() == 1 { "" } else { "s" }, list(missing))]
@@ -124,17 +136,15 @@ pub enum Error {
         rank: u32,
     },
     /// A monitored barrier that not everybody passed.
-    #[error("{} [group {group}, rank {rank}]", barrier_text(*rank, missing, *after_ms))]
+    #[error("{} [{place}]", barrier_text(place.rank, missing, *after_ms))]
     Barrier {
         /// On rank 0, who didn't come, or rank 0 itself if it gave them no time. Elsewhere, what rank 0 said; rank 0
         /// itself if it said nothing.
         missing: Vec<u32>,
         /// The limit.
         after_ms: u64,
-        /// The group's name.
-        group: String,
-        /// This rank.
-        rank: u32,
+        /// The group and this rank.
+        place: Place,
     },
     /// Ranks disagree on the group itself.
     #[error("rank {rank} has {what} {mine}, but rank {other} has {theirs} [group {group}]")]
@@ -249,7 +259,7 @@ impl Error {
             Error::Failed { failure, .. } => match **failure {
                 Failure::Timeout { .. } => Kind::Timeout,
                 Failure::PeerLost { .. } => Kind::PeerLost,
-                Failure::Mismatch { .. } => Kind::Mismatch,
+                Failure::Mismatch { .. } | Failure::Message { .. } => Kind::Mismatch,
                 Failure::Aborted { .. } => Kind::Aborted,
                 Failure::Internal { .. } => Kind::Internal,
             },

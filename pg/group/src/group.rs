@@ -13,7 +13,7 @@ use podring_ici::pjrt::Buffer;
 use smallvec::SmallVec;
 
 use crate::engine::{Broken, DeviceCall, Engine, Opening, Operation};
-use crate::error::Error;
+use crate::error::{Error, Place};
 use crate::membership::{Membership, StoreMembership};
 use crate::rendezvous::{News, Rendezvous};
 use crate::runtime::{Process, Runtime};
@@ -47,6 +47,8 @@ pub(crate) struct Inner {
     pub(crate) name: String,
     pub(crate) rank: u32,
     pub(crate) size: u32,
+    /// The members' ranks in the default group, where those differ from the group's own.
+    members: Option<Arc<[u32]>>,
     pub(crate) channel: u64,
     /// The default world this group stands for, forgotten with it.
     world: Option<Standing>,
@@ -92,6 +94,8 @@ impl ProcessGroup {
             *count += 1;
             *count - 1
         };
+        let own = |ranks: &&Vec<u32>| ranks.iter().enumerate().any(|(number, &global)| number as u32 != global);
+        let members = global_ranks.as_ref().filter(own).map(|ranks| ranks.as_slice().into());
         let current = process.current.lock().get();
         let within = global_ranks.as_ref().zip(current).filter(|(ranks, standing)| {
             let members = &standing.world.members;
@@ -167,6 +171,7 @@ impl ProcessGroup {
             name,
             rank,
             size,
+            members,
             channel: id,
             world: stands_for,
             timeout_ms: AtomicU64::new(millis(timeout)),
@@ -234,14 +239,19 @@ impl ProcessGroup {
         read(&self.0.next) + self.0.devices.as_ref().map_or(0, |(_, next)| read(next))
     }
 
+    /// How errors name the group and this rank.
+    pub(crate) fn place(&self) -> Place {
+        Place { group: self.0.name.clone(), rank: self.0.rank, members: self.0.members.clone() }
+    }
+
     fn failed(&self, failure: Arc<Failure>) -> Error {
-        Error::Failed { group: self.0.name.clone(), rank: self.0.rank, failure }
+        Error::Failed { place: self.place(), failure }
     }
 
     fn broken(&self, broken: Broken) -> Error {
         match broken {
             Broken::Host(failure) => self.failed(failure),
-            Broken::Device(failure) => Error::Device { group: self.0.name.clone(), rank: self.0.rank, failure },
+            Broken::Device(failure) => Error::Device { place: self.place(), failure },
         }
     }
 
@@ -311,7 +321,7 @@ impl ProcessGroup {
         inner.process.hub.check_fork()?;
         let op = call.collective.kind;
         let Some((engine, next)) = &inner.devices else {
-            let refused = |why| Error::NoDevices { op: op.name(), why, group: inner.name.clone(), rank: inner.rank };
+            let refused = |why| Error::NoDevices { op: op.name(), why, place: self.place() };
             if inner.process.devices.is_none() {
                 return Err(refused("this rank has no device"));
             }
@@ -472,8 +482,7 @@ impl Work {
                     op: self.op.name(),
                     seq: self.sequence(),
                     after_ms: limit.map_or(0, millis),
-                    group: self.group.0.name.clone(),
-                    rank: self.group.0.rank,
+                    place: self.group.place(),
                 })
             }
         }

@@ -36,7 +36,7 @@ impl ProcessGroup {
         if missing.is_empty() {
             return Ok(());
         }
-        Err(Error::Barrier { missing, after_ms: millis(timeout), group: self.0.name.clone(), rank: self.rank() })
+        Err(Error::Barrier { missing, after_ms: millis(timeout), place: self.place() })
     }
 }
 

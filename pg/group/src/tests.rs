@@ -10,6 +10,9 @@ use podring_collective::{Blocks, DType, Layout, Part, Reduction, Tensor};
 use podring_fabric::hub;
 use smallvec::SmallVec;
 
+#[path = "failure_tests.rs"]
+mod failures;
+
 /// Runs `body` as each rank of a new group; panics are passed on.
 fn run<R: Send>(
     size: u32,

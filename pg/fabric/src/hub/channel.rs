@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use podring_collective::{Collective, DType, Kind, Reduction};
+use podring_collective::{Blocks, Collective, DType, Kind, Part, Reduction};
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
@@ -16,6 +16,8 @@ use crate::schedule::Schedule;
 
 /// Calls remembered per channel, for late checks and for error tables.
 const RECORDS: usize = 64;
+/// Tensors of a coalesced call whose counts a record shows.
+const SHOWN: usize = 8;
 
 /// A call, small enough to write down every time; its text is made only when somebody asks.
 #[derive(Clone, Copy, Debug)]
@@ -26,18 +28,32 @@ pub(crate) struct Record {
     dtype: Option<DType>,
     reduction: Option<Reduction>,
     parts: u32,
+    /// Of the first part.
     blocks: u32,
     first: usize,
     total: usize,
+    /// Elements and dtypes of the first parts of a coalesced call.
+    counts: [usize; SHOWN],
+    dtypes: [Option<DType>; SHOWN],
     pub done: bool,
+}
+
+/// The blocks that tell most of a call.
+fn side(part: &Part) -> &Blocks {
+    if part.inputs.counts.len() > 1 || part.outputs.counts.is_empty() { &part.inputs } else { &part.outputs }
 }
 
 impl Record {
     pub fn new(seq: u64, fingerprint: u64, collective: &Collective) -> Self {
         let part = collective.parts.first();
-        let side = part.map(|part| {
-            if part.inputs.counts.len() > 1 || part.outputs.counts.is_empty() { &part.inputs } else { &part.outputs }
-        });
+        let side_of_first = part.map(side);
+        let (mut counts, mut dtypes) = ([0; SHOWN], [None; SHOWN]);
+        if collective.parts.len() > 1 {
+            for (index, part) in collective.parts.iter().take(SHOWN).enumerate() {
+                counts[index] = side(part).total();
+                dtypes[index] = Some(part.dtype);
+            }
+        }
         Record {
             seq,
             fingerprint,
@@ -45,9 +61,11 @@ impl Record {
             dtype: part.map(|part| part.dtype),
             reduction: part.and_then(|part| part.reduction),
             parts: collective.parts.len() as u32,
-            blocks: side.map_or(0, |side| side.counts.len() as u32),
-            first: side.and_then(|side| side.counts.first().copied()).unwrap_or(0),
-            total: side.map_or(0, podring_collective::Blocks::total),
+            blocks: side_of_first.map_or(0, |side| side.counts.len() as u32),
+            first: side_of_first.and_then(|side| side.counts.first().copied()).unwrap_or(0),
+            total: side_of_first.map_or(0, Blocks::total),
+            counts,
+            dtypes,
             done: false,
         }
     }
@@ -69,7 +87,22 @@ impl fmt::Display for Record {
         if let Some(reduction) = self.reduction {
             fields.push(reduction.to_string());
         }
-        if let Some(dtype) = self.dtype {
+        if self.parts > 1 {
+            let shown = SHOWN.min(self.parts as usize);
+            let list = |words: &mut dyn Iterator<Item = String>| {
+                let more = if self.parts as usize > shown { ",…" } else { "" };
+                format!("{}{more}", words.collect::<Vec<_>>().join(","))
+            };
+            let (dtypes, counts) = (&self.dtypes[..shown], &self.counts[..shown]);
+            let named = |dtype: &Option<DType>| dtype.map(|dtype| dtype.to_string()).unwrap_or_default();
+            if dtypes.iter().all(|&dtype| dtype == self.dtype) {
+                fields.push(named(&self.dtype));
+            } else {
+                fields.push(list(&mut dtypes.iter().map(named)));
+            }
+            fields.push(format!("counts={}", list(&mut counts.iter().map(usize::to_string))));
+            fields.push(format!("{} tensors", self.parts));
+        } else if let Some(dtype) = self.dtype {
             fields.push(dtype.to_string());
             fields.push(match self.blocks {
                 0 | 1 => format!("count={}", self.first),
@@ -78,9 +111,6 @@ impl fmt::Display for Record {
                 }
                 blocks => format!("count={} in {blocks} blocks", self.total),
             });
-        }
-        if self.parts > 1 {
-            fields.push(format!("{} tensors", self.parts));
         }
         write!(f, "{})", fields.join(", "))
     }
@@ -178,6 +208,8 @@ pub(crate) struct Channel {
     pub hosts: Vec<u32>,
     /// Ranks that closed the channel.
     pub left: Vec<bool>,
+    /// Ranks that said that the group failed: their leaving follows from that.
+    pub knows: Vec<bool>,
     pub failed: Option<Arc<Failure>>,
     pub inquest: Option<Inquest>,
     /// One more than the highest collective sequence number started.
@@ -206,6 +238,7 @@ impl Channel {
             rank_of: FxHashMap::default(),
             hosts: Vec::with_capacity(size),
             left: vec![false; size],
+            knows: vec![false; size],
             failed: None,
             inquest: None,
             started: 0,
@@ -249,18 +282,24 @@ impl Channel {
 
     /// This rank's row for `seq`.
     pub fn called(&self, seq: u64) -> Answer {
-        let collectives = || self.records.iter().rev().filter(|record| !record.kind.is_point_to_point());
-        if let Some(record) = collectives().find(|record| record.seq == seq) {
-            return Answer::Called(format!("{record}{}", if record.done { ", finished" } else { "" }));
+        called(&self.records, seq)
+    }
+
+    /// A failure whose table another rank has gathered, with what this one knows of those who didn't answer there.
+    pub fn complete(&self, mut failure: Failure) -> Failure {
+        let Some((seq, ledger)) = failure.ledger_mut() else { return failure };
+        for row in ledger.iter_mut().filter(|row| row.called == SILENT) {
+            let known = if row.rank == self.me {
+                Some(self.called(seq))
+            } else {
+                let inquest = self.inquest.as_ref().filter(|inquest| inquest.seq == seq);
+                inquest.and_then(|inquest| inquest.rows.get(row.rank as usize).cloned().flatten())
+            };
+            if let Some(known) = known {
+                row.called = known.text();
+            }
         }
-        Answer::NotYet(match collectives().next() {
-            Some(last) => format!(
-                "nothing yet; its last call was seq {}: {last}{}",
-                last.seq,
-                if last.done { ", finished" } else { ", not finished" }
-            ),
-            None => "nothing yet".into(),
-        })
+        failure
     }
 
     /// The failure with its table, once every member has answered or time is up.
@@ -284,9 +323,44 @@ impl Channel {
     }
 }
 
+/// The row for `seq` of a rank that called `records`.
+fn called(records: &VecDeque<Record>, seq: u64) -> Answer {
+    let collectives = || records.iter().rev().filter(|record| !record.kind.is_point_to_point());
+    if let Some(record) = collectives().find(|record| record.seq == seq) {
+        return Answer::Called(format!("{record}{}", if record.done { ", finished" } else { "" }));
+    }
+    Answer::NotYet(match collectives().next() {
+        Some(last) => format!(
+            "nothing yet; its last call was seq {}: {last}{}",
+            last.seq,
+            if last.done { ", finished" } else { ", not finished" }
+        ),
+        None => "nothing yet".into(),
+    })
+}
+
+/// A channel that failed and was closed: what its other members may still ask for.
+pub(crate) struct Past {
+    pub id: u64,
+    pub failure: Arc<Failure>,
+    records: VecDeque<Record>,
+}
+
+impl Past {
+    pub fn new(id: u64, failure: Arc<Failure>, channel: Channel) -> Self {
+        Past { id, failure, records: channel.records }
+    }
+
+    /// The row for `seq`.
+    pub fn called(&self, seq: u64) -> Answer {
+        called(&self.records, seq)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use podring_collective::{Layout, Tensor};
 
     #[test]
     fn records_print_what_was_called() {
@@ -294,5 +368,22 @@ mod tests {
         assert_eq!(Record::new(3, 0, &barrier).to_string(), "barrier()");
         let send = Collective { kind: Kind::Send { to: 2, tag: 7 }, parts: SmallVec::new() };
         assert_eq!(Record::new(3, 0, &send).to_string(), "send(to=2, tag=7)");
+        let coalesced = |parts: &[(DType, usize)]| {
+            let part = |&(dtype, count): &(DType, usize)| {
+                let tensor = Tensor { data: std::ptr::null_mut(), layout: Layout::flat(count) };
+                let (inputs, outputs) = (Blocks::whole(tensor.clone()), Blocks::whole(tensor));
+                Part { dtype, reduction: Some(Reduction::Sum), inputs, outputs }
+            };
+            let call = Collective { kind: Kind::AllReduce, parts: parts.iter().map(part).collect() };
+            Record::new(3, 0, &call).to_string()
+        };
+        let one = coalesced(&[(DType::F32, 4)]);
+        assert_eq!(one, "all_reduce(SUM, float32, count=4)");
+        let two = coalesced(&[(DType::F32, 4), (DType::F32, 6)]);
+        assert_eq!(two, "all_reduce(SUM, float32, counts=4,6, 2 tensors)");
+        let mixed = coalesced(&[(DType::F32, 4), (DType::I32, 4)]);
+        assert_eq!(mixed, "all_reduce(SUM, float32,int32, counts=4,4, 2 tensors)");
+        let many = coalesced(&[(DType::F32, 1); 9]);
+        assert_eq!(many, "all_reduce(SUM, float32, counts=1,1,1,1,1,1,1,1,…, 9 tensors)");
     }
 }

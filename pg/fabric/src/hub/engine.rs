@@ -11,7 +11,7 @@ use rustc_hash::FxHashMap;
 use slotmap::SlotMap;
 use smallvec::SmallVec;
 
-use super::channel::{Body, Channel, Early};
+use super::channel::{Body, Channel, Early, Past};
 use super::endpoint::{Endpoint, In, Item, OpKey, Out, RecvKey, SendKey};
 use super::play::{Blocks, Op};
 use super::ticket::{Callback, Keep, Ticket};
@@ -24,7 +24,7 @@ pub(crate) const STEP: usize = 256 << 10;
 /// Frames read from one link before the next link's turn.
 pub(crate) const BURST: usize = 64;
 /// The longest error text in one frame, in bytes.
-const OWNED_LIMIT: usize = 16 << 10;
+pub(crate) const OWNED_LIMIT: usize = 16 << 10;
 
 const _: () = assert!(OWNED_LIMIT + HEADER < 64 << 10);
 
@@ -108,6 +108,8 @@ pub(crate) struct Engine {
     pub by_hub: FxHashMap<HubId, u32>,
     pub channels: FxHashMap<u64, Channel>,
     pub closed: VecDeque<u64>,
+    /// The last closed channels that had failed.
+    pub past: VecDeque<Past>,
     pub orphans: FxHashMap<u64, Vec<Orphan>>,
     pub ops: SlotMap<OpKey, Op>,
     pub sends: SlotMap<SendKey, Sending>,
@@ -142,6 +144,7 @@ impl Engine {
             by_hub: FxHashMap::default(),
             channels: FxHashMap::default(),
             closed: VecDeque::new(),
+            past: VecDeque::new(),
             orphans: FxHashMap::default(),
             ops: SlotMap::with_key(),
             sends: SlotMap::with_key(),

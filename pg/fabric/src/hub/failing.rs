@@ -9,10 +9,10 @@ use smallvec::SmallVec;
 use super::Hub;
 use super::channel::{Answer, Channel, Inquest};
 use super::endpoint::{Endpoint, In, OpKey, Out, RecvKey, SendKey};
-use super::engine::{BURST, Engine, MatchKey, Stage};
+use super::engine::{BURST, Engine, MatchKey, OWNED_LIMIT, Stage};
 use super::play::Op;
 use crate::error::Failure;
-use crate::wire::{Frame, Header, HubId, NOT_YET};
+use crate::wire::{ANSWER, Frame, Header, HubId, NOT_YET};
 
 /// A failed channel waits this long for what the others have to say: long enough for a rank that lives but gets no
 /// processor. Those known to be gone aren't waited for.
@@ -21,6 +21,24 @@ const INQUEST: Duration = Duration::from_secs(2);
 /// How long the links have to tell of a process's end themselves, once somebody else has. What it sent before may be on
 /// its way still.
 const HEARSAY: Duration = Duration::from_millis(250);
+
+/// The endpoints of a channel's other members.
+fn peers(channel: &Channel) -> SmallVec<[u32; 8]> {
+    channel.members.iter().copied().filter(|&peer| peer != u32::MAX).collect()
+}
+
+/// What is sent of a failure: without its table if that doesn't fit a frame.
+fn report(failure: &Failure) -> Vec<u8> {
+    let text = serde_json::to_vec(failure).unwrap_or_default();
+    if text.len() <= OWNED_LIMIT {
+        return text;
+    }
+    let mut short = failure.clone();
+    if let Some((_, ledger)) = short.ledger_mut() {
+        ledger.clear();
+    }
+    serde_json::to_vec(&short).unwrap_or_default()
+}
 
 impl Hub {
     /// Somebody who should know says that a process is gone. What needs it fails, a moment later: its links may know
@@ -120,8 +138,10 @@ impl Engine {
     pub fn rank_gone(&mut self, id: u64, rank: u32, how: &str) {
         if let Some(inquest) = self.channels.get_mut(&id).and_then(|channel| channel.inquest.as_mut()) {
             let row = &mut inquest.rows[rank as usize];
-            if !matches!(row, Some(Answer::Called(_))) {
-                *row = Some(Answer::Gone(format!("gone: {how}")));
+            match row {
+                Some(Answer::Called(_)) => {}
+                Some(Answer::NotYet(said)) => *row = Some(Answer::Gone(format!("{said}; gone: {how}"))),
+                None | Some(Answer::Gone(_)) => *row = Some(Answer::Gone(format!("gone: {how}"))),
             }
         }
         let needing = self.ops.iter().find(|(key, op)| op.channel == id && !op.failed && self.needs(*key, op, rank));
@@ -157,22 +177,24 @@ impl Engine {
     }
 
     /// Fails a channel: at once, or, where a table of calls explains it, when the others have answered.
-    pub fn fail_channel(&mut self, id: u64, failure: Failure, tell: bool) {
+    pub fn fail_channel(&mut self, id: u64, mut failure: Failure, tell: bool) {
         let Some(channel) = self.channels.get_mut(&id) else { return };
         if channel.failed.is_some() {
             return;
         }
-        if let Some(inquest) = &mut channel.inquest {
-            if failure.weight() > inquest.failure.weight() {
-                inquest.failure = failure;
-            }
+        if channel.inquest.is_some() {
+            self.amend(id, failure, tell);
             return;
         }
-        let mut failure = failure;
-        let peers: SmallVec<[u32; 8]> = channel.members.iter().copied().filter(|&peer| peer != u32::MAX).collect();
+        // Where another rank has gathered the table, that is it.
+        let told = failure.is_told().then(|| channel.complete(failure.clone()));
+        if let Some((_, ledger)) = failure.ledger_mut() {
+            ledger.clear();
+        }
+        let peers = peers(channel);
         let seq = failure.ledger_mut().map(|(seq, _)| seq);
         let called = seq.map(|seq| channel.called(seq));
-        if let (Some(seq), Some(called)) = (seq, &called) {
+        if let (Some(seq), Some(called), None) = (seq, &called, &told) {
             let mut rows: Vec<Option<Answer>> = vec![None; channel.members.len()];
             rows[channel.me as usize] = Some(called.clone());
             for (rank, &endpoint) in channel.members.iter().enumerate() {
@@ -186,7 +208,7 @@ impl Engine {
             self.inquests += 1;
         }
         if tell || called.is_some() {
-            let report = serde_json::to_vec(&failure).unwrap_or_default();
+            let report = report(&failure);
             for &endpoint in &peers {
                 // Everybody with a table to fill spreads it: the first report may have gone to some only.
                 self.push_owned(endpoint, Header::new(Frame::Abort, id), &report);
@@ -195,9 +217,94 @@ impl Engine {
                 }
             }
         }
-        if called.is_none() {
+        if let Some(failure) = told {
+            self.end_channel(id, failure);
+        } else if called.is_none() {
             self.end_channel(id, failure);
         }
+    }
+
+    /// Another failure of a channel that gathers its table: the one that tells more of the cause stays.
+    fn amend(&mut self, id: u64, failure: Failure, tell: bool) {
+        let Some(channel) = self.channels.get_mut(&id) else { return };
+        let Some(inquest) = &mut channel.inquest else { return };
+        if let Failure::PeerLost { rank, .. } = &failure
+            && channel.knows.get(*rank as usize).is_some_and(|&knows| knows)
+        {
+            // It left because the group failed: that is no cause.
+            return;
+        }
+        let (old, new) = (inquest.failure.weight(), failure.weight());
+        if failure.is_told() && new >= old {
+            let failure = channel.complete(failure);
+            channel.inquest = None;
+            self.inquests -= 1;
+            self.end_channel(id, failure);
+            return;
+        }
+        if new <= old {
+            return;
+        }
+        inquest.failure = failure;
+        let told = tell.then(|| report(&inquest.failure));
+        // Its table may be one of other calls.
+        let seq = inquest.failure.ledger_mut().map(|(seq, _)| seq).filter(|&seq| seq != inquest.seq);
+        if let Some(seq) = seq {
+            inquest.seq = seq;
+            for row in &mut inquest.rows {
+                row.take_if(|row| !matches!(row, Answer::Gone(_)));
+            }
+        }
+        let peers = peers(channel);
+        if let Some(report) = told {
+            for &endpoint in &peers {
+                self.push_owned(endpoint, Header::new(Frame::Abort, id), &report);
+            }
+        }
+        if let Some(seq) = seq {
+            self.testify(id, seq);
+        }
+    }
+
+    /// A rank says that a channel failed, and, if that has a table, asks what this one had called.
+    pub fn hear_failure(&mut self, endpoint: u32, header: &Header, mut failure: Failure, text: &[u8]) {
+        let id = header.channel;
+        let asked = failure.ledger_mut().map(|(seq, _)| seq).filter(|_| header.flags & ANSWER == 0);
+        let Some(channel) = self.channels.get_mut(&id) else {
+            match (self.past.iter().find(|past| past.id == id), asked) {
+                (Some(past), Some(seq)) => {
+                    let (failure, called) = (past.failure.clone(), past.called(seq));
+                    self.retell(endpoint, id, seq, &failure, called);
+                }
+                _ => self.orphan_text(endpoint, header, text),
+            }
+            return;
+        };
+        if let Some(&rank) = channel.rank_of.get(&endpoint) {
+            channel.knows[rank as usize] = true;
+        }
+        if let (Some(failed), Some(seq)) = (channel.failed.clone(), asked) {
+            let called = channel.called(seq);
+            self.retell(endpoint, id, seq, &failed, called);
+            return;
+        }
+        self.fail_channel(id, failure, false);
+        if let Some(seq) = asked
+            && let Some(channel) = self.channels.get(&id)
+            && channel.inquest.as_ref().is_some_and(|inquest| inquest.seq != seq)
+        {
+            let called = channel.called(seq);
+            self.answer(endpoint, id, seq, &called);
+        }
+    }
+
+    /// Tells who asks for a row how the channel ended here, with the row in case that it knows better.
+    fn retell(&mut self, endpoint: u32, id: u64, seq: u64, failure: &Failure, called: Answer) {
+        // Nothing more is called in it.
+        self.answer(endpoint, id, seq, &Answer::Gone(called.text()));
+        let mut header = Header::new(Frame::Abort, id);
+        header.flags = ANSWER;
+        self.push_owned(endpoint, header, &report(failure));
     }
 
     fn answer(&mut self, endpoint: u32, id: u64, seq: u64, answer: &Answer) {
@@ -216,8 +323,7 @@ impl Engine {
         let called = channel.called(seq);
         let Some(inquest) = channel.inquest.as_mut().filter(|inquest| inquest.seq == seq) else { return };
         inquest.rows[channel.me as usize] = Some(called.clone());
-        let peers: SmallVec<[u32; 8]> = channel.members.iter().copied().filter(|&peer| peer != u32::MAX).collect();
-        for endpoint in peers {
+        for endpoint in peers(channel) {
             self.answer(endpoint, id, seq, &called);
         }
     }

@@ -6,7 +6,7 @@ use slotmap::{Key, KeyData};
 use super::channel::{Answer, Body, Early, EarlyDirect};
 use super::endpoint::{CREDIT, In, Item, OpKey, Out, RecvKey, SendKey, Stream, cost};
 use super::engine::{Engine, MatchKey, Orphan, Receiving, STEP, Sending, Stage};
-use crate::error::Failure;
+use crate::error::{Extent, Failure};
 use crate::link::shm;
 use crate::wire::{Frame, Header, NOT_YET, POINT_TO_POINT};
 
@@ -90,12 +90,12 @@ impl Engine {
                 let text = [first, second].concat();
                 let failure = serde_json::from_slice(&text)
                     .unwrap_or_else(|_| Failure::Aborted { by: None, why: "a peer's unreadable report".into() });
-                if self.channels.contains_key(&header.channel) {
-                    self.fail_channel(header.channel, failure, false);
-                }
+                self.hear_failure(endpoint, header, failure, &text);
             }
             Frame::Ledger => {
-                if let Some(rank) = self.rank_in(header.channel, endpoint)
+                if !self.channels.contains_key(&header.channel) {
+                    self.orphan_text(endpoint, header, &[first, second].concat());
+                } else if let Some(rank) = self.rank_in(header.channel, endpoint)
                     && let Some(channel) = self.channels.get_mut(&header.channel)
                     && let Some(inquest) = &mut channel.inquest
                     && inquest.seq == header.seq
@@ -135,6 +135,17 @@ impl Engine {
             return;
         }
         self.orphans.entry(header.channel).or_default().push(Orphan { endpoint, header: *header, body });
+    }
+
+    /// Keeps what is said of a group that isn't open here yet. The last of each kind from each rank is enough.
+    pub fn orphan_text(&mut self, endpoint: u32, header: &Header, text: &[u8]) {
+        if let Some(orphans) = self.orphans.get_mut(&header.channel) {
+            orphans.retain(|orphan| orphan.endpoint != endpoint || orphan.header.frame != header.frame);
+        }
+        let buffer = self.memory.take(text.len().max(1));
+        // SAFETY: the buffer has at least as many bytes.
+        unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), buffer.as_ptr(), text.len()) };
+        self.orphan(endpoint, header, Body::Bytes { buffer: Some(buffer), len: text.len(), cost: 0 });
     }
 
     /// Lets the sender of an offered message have its memory back unread, and forgets an early one.
@@ -289,12 +300,10 @@ impl Engine {
             if let Some(op) = self.ops.get(op) {
                 op.ticket.set_source(rank);
                 if op.fingerprint != header.fingerprint {
-                    let (channel, seq) = (op.channel, op.seq);
-                    let what = other_dtype(rank, header.fingerprint, op.fingerprint);
                     if payload.is_none() {
                         self.ack(endpoint, header.channel, header.cookie);
                     }
-                    self.mismatch(channel, seq, what);
+                    self.unlike(recv, rank, header.fingerprint, header.total);
                     return;
                 }
             }
@@ -359,10 +368,25 @@ impl Engine {
         let (len, op) = (receiving.len, receiving.op);
         if let Some(op) = self.ops.get(op) {
             let (id, seq, kind) = (op.channel, op.seq, op.kind);
+            let fingerprint = op.fingerprint;
             let rank = self.rank_in(id, endpoint).unwrap_or(u32::MAX);
+            if kind.is_point_to_point() {
+                self.unlike(recv, rank, fingerprint, total);
+                return;
+            }
             let what = format!("{}: rank {rank} sends {total} bytes where this one expects {len}", kind.name());
             self.mismatch(id, seq, what);
         }
+    }
+
+    /// A point-to-point message isn't what its receive expects. No table of calls explains it.
+    pub fn unlike(&mut self, recv: RecvKey, from: u32, fingerprint: u64, total: u64) {
+        let Some(receiving) = self.recvs.get(recv) else { return };
+        let Some(op) = self.ops.get(receiving.op) else { return };
+        let Some(channel) = self.channels.get(&op.channel) else { return };
+        let expected = extent(op.fingerprint, receiving.len as u64);
+        let (id, seq, rank) = (op.channel, op.seq, channel.me);
+        self.fail_channel(id, Failure::Message { seq, rank, from, expected, sent: extent(fingerprint, total) }, true);
     }
 
     /// The next bytes of a streamed message.
@@ -536,11 +560,11 @@ impl Engine {
     }
 }
 
-/// What to say of a point-to-point message whose fingerprint, its dtype's code plus one, isn't the receive's.
-pub(super) fn other_dtype(rank: u32, theirs: u64, ours: u64) -> String {
-    let name = |fingerprint: u64| {
-        let code = fingerprint.checked_sub(1).and_then(|code| u8::try_from(code).ok());
-        code.and_then(DType::from_code).map_or("nothing", DType::name)
-    };
-    format!("recv: rank {rank} sends {} where this one expects {}", name(theirs), name(ours))
+/// What a point-to-point message carries; its fingerprint is its dtype's code plus one.
+fn extent(fingerprint: u64, bytes: u64) -> Extent {
+    let code = fingerprint.checked_sub(1).and_then(|code| u8::try_from(code).ok());
+    match code.and_then(DType::from_code) {
+        Some(dtype) => Extent { bytes, count: bytes / dtype.size() as u64, dtype: dtype.name().to_owned() },
+        None => Extent { bytes, count: 0, dtype: "elements".to_owned() },
+    }
 }

@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use podring_collective::Kind;
 
-use super::channel::{Body, Channel, Posted, Record};
+use super::channel::{Body, Channel, Past, Posted, Record};
 use super::endpoint::{Item, Out};
 use super::engine::{Engine, Orphan, Receiving, Request, Stage};
-use super::message::other_dtype;
 use super::play::Blocks;
 use crate::error::Failure;
 use crate::wire::{Frame, Header, POINT_TO_POINT};
@@ -121,8 +120,7 @@ impl Engine {
                 }
                 if found.early.fingerprint != fingerprint {
                     self.refuse(endpoint, id, &found.early.body);
-                    let what = other_dtype(found.from, found.early.fingerprint, fingerprint);
-                    self.mismatch(id, seq, what);
+                    self.unlike(recv, found.from, found.early.fingerprint, found.early.total);
                 } else if self.deliver_early(recv, endpoint, found.early) {
                     self.finish(op);
                 }
@@ -160,8 +158,9 @@ impl Engine {
         let Some(channel) = self.channels.get(&id) else { return };
         // A failure with a table is spread by everybody who hears of it; of another, those who wait for this rank hear
         // the cause with its leaving, or they would take that for the cause.
-        let failed = channel.failed.clone().filter(|failure| !failure.has_ledger());
-        let report = failed.map(|failure| serde_json::to_vec(&*failure).unwrap_or_default());
+        let failed = channel.failed.clone();
+        let told = failed.clone().filter(|failure| !failure.has_ledger());
+        let report = told.map(|failure| serde_json::to_vec(&*failure).unwrap_or_default());
         self.end_channel(id, Failure::Aborted { by: None, why: "the group was destroyed".into() });
         if let Some(channel) = self.channels.remove(&id) {
             if channel.inquest.is_some() {
@@ -176,6 +175,12 @@ impl Engine {
                     self.push_item(endpoint, Item::Bare(Header::new(Frame::Bye, id)));
                 }
             }
+            if let Some(failure) = failed {
+                if self.past.len() == PAST {
+                    self.past.pop_front();
+                }
+                self.past.push_back(Past::new(id, failure, channel));
+            }
         }
         if self.closed.len() == CLOSED {
             self.closed.pop_front();
@@ -186,3 +191,5 @@ impl Engine {
 
 /// Channels remembered after they were closed, to know their late messages.
 const CLOSED: usize = 4096;
+/// Those of them whose failure is remembered, for members that come to it later.
+const PAST: usize = 16;
