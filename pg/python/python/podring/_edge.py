@@ -94,8 +94,8 @@ def launch_environment(slice_name: str) -> None:
 
 
 def disk_cache() -> None:
-    """torch_tpu 0.2.0 saves every program to its cache on disk, which a virtual slice refuses (docs/virtual-slice.md), and
-    reports each as an error on stderr. Its name for no such cache is "disabled".
+    """torch_tpu 0.2.0 saves every program to its cache on disk, which a virtual slice refuses (docs/virtual-slice.md),
+    and reports each as an error on stderr. Its name for no such cache is "disabled".
     """
     os.environ.setdefault("TORCH_TPU_TIER2_COMPILATION_CACHE", "disabled")
 
