@@ -482,8 +482,8 @@ def test_a_set_that_may_be_lost_is_told() -> None:
 def test_control_c_ends_a_wait(ours: Server) -> None:
     def waits() -> float:
         store = ours.client(60)
-        main = threading.main_thread().ident
-        assert main is not None
+        # A shell ignores it for what it starts in the background, and these tests may be that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         began = time.monotonic()
         with contextlib.suppress(KeyboardInterrupt):

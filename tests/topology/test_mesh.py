@@ -88,7 +88,7 @@ def test_device_mesh_stands_like_the_order() -> None:
 
 def test_the_command_prints_the_same_mesh() -> None:
     arguments = ["podring", "topo", "v5e:4x4*2", "--mesh", "dp=2,tp=16", "--json"]
-    code = f"import sys; from podring import _core; sys.exit(_core.cli_main({arguments!r}))"
+    code = f"import sys; from podring import _core; sys.exit(_core.cli_main({arguments!r}, sys.executable))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True, text=True)
     answer = json.loads(done.stdout)
     ids = [row[0] for row in _core.topology_devices("v5e:4x4*2")]
