@@ -198,36 +198,42 @@ fn read(memory: &[Memory]) -> Vec<f32> {
     memory[0].output.get().chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
 }
 
+fn kinds(root: u32) -> [Kind; 9] {
+    [
+        Kind::AllReduce,
+        Kind::Broadcast { root },
+        Kind::Reduce { root },
+        Kind::AllGather,
+        Kind::ReduceScatter,
+        Kind::AllToAll,
+        Kind::Gather { root },
+        Kind::Scatter { root },
+        Kind::Barrier,
+    ]
+}
+
+/// The first is the world; of the others, those that this rank is in.
+fn groups(rank: &Rank, some: &[Vec<u32>]) -> Vec<Option<ProcessGroup>> {
+    let open = |(index, members): (usize, &Vec<u32>)| match index {
+        0 => Some(rank.world.clone()),
+        _ => members.contains(&rank.rank).then(|| rank.group(&format!("some{index}"), members)),
+    };
+    some.iter().enumerate().map(open).collect()
+}
+
 /// Every kind of collective, as random ones of all types, sizes and reductions, on all ranks and on some.
 #[test]
 fn what_programs_give_is_what_the_fabric_gives() {
     run("what_programs_give_is_what_the_fabric_gives", "v5e:2x2", &[], |rank: &Rank| {
         let some = [vec![0, 1, 2, 3], vec![0, 2], vec![3, 1, 0]];
-        let groups: Vec<Option<ProcessGroup>> = some
-            .iter()
-            .enumerate()
-            .map(|(index, members)| match index {
-                0 => Some(rank.world.clone()),
-                _ => members.contains(&rank.rank).then(|| rank.group(&format!("some{index}"), members)),
-            })
-            .collect();
+        let groups = groups(rank, &some);
         let mut dice = Dice(0x9e37_79b9_7f4a_7c15);
         let mut programs = 0;
         for case in 0..72 {
             let which = dice.of(&[0, 0, 1, 2]);
             let n = some[which].len();
             let root = dice.roll(n) as u32;
-            let kind = [
-                Kind::AllReduce,
-                Kind::Broadcast { root },
-                Kind::Reduce { root },
-                Kind::AllGather,
-                Kind::ReduceScatter,
-                Kind::AllToAll,
-                Kind::Gather { root },
-                Kind::Scatter { root },
-                Kind::Barrier,
-            ][case % 9];
+            let kind = kinds(root)[case % 9];
             let me = some[which].iter().position(|&member| member == rank.rank);
             let memory = collective(&mut dice, kind, n, me.unwrap_or(0));
             let (Some(group), Some(_)) = (&groups[which], me) else { continue };
@@ -334,30 +340,10 @@ fn a_job_compiles_each_program_once() {
 fn groups_over_several_slices_give_what_the_fabric_gives() {
     run("groups_over_several_slices_give_what_the_fabric_gives", "v5e:1x2*2", &[], |rank: &Rank| {
         let some = [vec![0, 1, 2, 3], vec![3, 1], vec![0, 1], vec![2, 3], vec![3, 0, 1], vec![2, 0, 1, 3]];
-        let groups: Vec<Option<ProcessGroup>> = some
-            .iter()
-            .enumerate()
-            .map(|(index, members)| match index {
-                0 => Some(rank.world.clone()),
-                _ => members.contains(&rank.rank).then(|| rank.group(&format!("some{index}"), members)),
-            })
-            .collect();
+        let groups = groups(rank, &some);
         let mut dice = Dice(0x5bd1_e995_1234_5678);
         let mut programs = [0; 6];
         for case in 0..36 {
-            let kinds = |root| {
-                [
-                    Kind::AllReduce,
-                    Kind::Broadcast { root },
-                    Kind::Reduce { root },
-                    Kind::AllGather,
-                    Kind::ReduceScatter,
-                    Kind::AllToAll,
-                    Kind::Gather { root },
-                    Kind::Scatter { root },
-                    Kind::Barrier,
-                ]
-            };
             // Two of different groups under way at once: in one order on all ranks, whichever steps they are made of.
             let both: Vec<_> = [dice.of(&[0, 0, 5]), 1 + dice.roll(5)]
                 .into_iter()
