@@ -81,7 +81,11 @@ def test_receive_of_another_size(count: int, more: bool) -> None:
     assert all(f"recv from rank 0 on rank 1, seq 0: {text}" in end.error.message for end in ends if end.error)
 
 
-def test_receive_of_another_dtype() -> None:
+@pytest.mark.parametrize("road", [{}, {"rank_env": lambda rank: {"PODRING_HOST_ID": f"h{rank}"}}], ids=["shm", "tcp"])
+def test_receive_of_another_dtype(road: dict[str, harness.RankEnv]) -> None:
+    """The receiver raises and ends at once; the sender hears of the cause, not of the end, though the receiver had sent
+    it nothing before and had to call it first."""
+
     def body() -> None:
         if dist.get_rank() == 0:
             dist.send(torch.ones(3), 1)
@@ -89,7 +93,7 @@ def test_receive_of_another_dtype() -> None:
         else:
             dist.recv(torch.zeros(3, dtype=torch.int32), 0)
 
-    ends = attempt(body, 2, op_timeout=LIMIT, timeout=LIMIT + 10)
+    ends = attempt(body, 2, op_timeout=LIMIT, timeout=LIMIT + 10, **road)  # type: ignore[arg-type]
     check(ends, "recv", LIMIT, 0, 1)
     text = "recv from rank 0 on rank 1, seq 0: expected 12 bytes (3 int32), rank 0 sent 12 bytes (3 float32)"
     assert all(text in end.error.message for end in ends if end.error)

@@ -471,7 +471,13 @@ impl Work {
     pub fn wait(&self, limit: Option<Duration>, mut interrupted: impl FnMut() -> bool) -> Result<(), Error> {
         let waited = match self.posted() {
             Posted::Host(ticket) => self.group.0.process.hub.wait(ticket, limit, interrupted),
-            Posted::Device(operation) => operation.wait(limit, &mut interrupted),
+            Posted::Device(operation) => {
+                let waited = operation.wait(limit, &mut interrupted);
+                if operation.state() == State::Failed {
+                    self.group.0.process.hub.settle();
+                }
+                waited
+            }
         };
         match waited {
             Waited::Ended => self.error().map_or(Ok(()), Err),

@@ -198,6 +198,12 @@ impl Endpoint {
         matches!(&self.out, Out::Tcp(tcp) if tcp.body.is_some() || tcp.written < tcp.staged.len())
     }
 
+    /// Reports of failures wait to be sent.
+    pub fn has_reports(&self) -> bool {
+        let staged = matches!(&self.out, Out::Tcp(tcp) if tcp.written < tcp.staged.len());
+        self.dead.is_none() && (staged || self.items.iter().any(|item| matches!(item, Item::Owned { .. })))
+    }
+
     /// Writes one eager message at once if nothing is ahead of it and it fits. The caller keeps `data` readable.
     pub fn try_eager(&mut self, header: &Header, data: *const u8, len: usize) -> bool {
         if !self.items.is_empty() || self.dead.is_some() {

@@ -50,6 +50,8 @@ const SPINS: u32 = 200;
 /// How long a waiter yields before it sleeps. It yields even where every rank should have a core: something else may run
 /// there, and then the peer that it waits for stands behind this very thread.
 const YIELD: Duration = Duration::from_micros(300);
+/// How long a report of a failure may take to leave before this process goes on.
+const LAST_WORDS: Duration = Duration::from_millis(500);
 /// The longest sleep, so that deadlines and interrupts are noticed.
 const NAP: Duration = Duration::from_millis(50);
 
@@ -385,7 +387,16 @@ impl Hub {
     }
 
     /// Works until an operation has ended, `limit` has passed, or `interrupted` (asked now and then) says to stop.
-    pub fn wait(&self, ticket: &Ticket, limit: Option<Duration>, mut interrupted: impl FnMut() -> bool) -> Waited {
+    pub fn wait(&self, ticket: &Ticket, limit: Option<Duration>, interrupted: impl FnMut() -> bool) -> Waited {
+        let waited = self.drive_until(ticket, limit, interrupted);
+        if ticket.state() == State::Failed {
+            // Whoever hears of it may end the process at once: the others should know the cause by then.
+            self.settle();
+        }
+        waited
+    }
+
+    fn drive_until(&self, ticket: &Ticket, limit: Option<Duration>, mut interrupted: impl FnMut() -> bool) -> Waited {
         if ticket.ended() {
             return Waited::Ended;
         }
@@ -425,6 +436,27 @@ impl Hub {
         result
     }
 
+    /// Works until what was said of failures has left for the others, at most [`LAST_WORDS`] after it was said: some of
+    /// them may have to be called first. `false` if time was up.
+    pub fn settle(&self) -> bool {
+        while self.check_fork().is_ok() {
+            let since = self.with(|engine| {
+                engine.endpoints.iter().any(endpoint::Endpoint::has_reports).then(|| {
+                    engine.drive();
+                    engine.poll_sockets();
+                    engine.tick(Instant::now());
+                    engine.reported.elapsed()
+                })
+            });
+            match since {
+                None => return true,
+                Some(since) if since >= LAST_WORDS => return false,
+                Some(_) => std::thread::sleep(Duration::from_micros(200)),
+            }
+        }
+        true
+    }
+
     /// Ends the progress thread. Operations under way stay so.
     pub fn shut(&self) {
         self.0.closing.store(true, Ordering::SeqCst);
@@ -454,6 +486,9 @@ impl Shared {
 
     /// Gives the token up, then does what must not be done under it.
     fn release(&self, mut engine: MutexGuard<'_, Engine>, serve: bool) {
+        // Whoever hears that an operation has ended may end the process at once, and with it the other threads: what
+        // peers must know by then has to be on its way.
+        engine.flush_dirty();
         let callbacks = std::mem::take(&mut engine.callbacks);
         if !engine.garbage.is_empty() {
             self.garbage.lock().append(&mut engine.garbage);
@@ -690,6 +725,37 @@ fn machine() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::link::interfaces::Selection;
+
+    /// The peer's process may be the next thing to end: with the token, what it was told must have left.
+    #[test]
+    fn what_is_said_leaves_with_the_token() {
+        let config = || Config { interfaces: Selection::parse("lo").unwrap(), ..Config::default() };
+        let hubs = [Hub::start(config()).unwrap(), Hub::start(config()).unwrap()];
+        let members: Vec<Address> = hubs.iter().map(|hub| hub.address().clone()).collect();
+        for (me, hub) in hubs.iter().enumerate() {
+            let ids = members.iter().map(|address| address.hub).collect();
+            hub.trust(Job { id: 1, secret: Secret::new([7; 32]), members: ids });
+            hub.open(ChannelSpec { id: 3, name: "g".into(), me: me as u32, members: members.clone() }).unwrap();
+        }
+        let why = || Failure::Aborted { by: Some(0), why: "enough".into() };
+        let engine = {
+            let mut engine = hubs[0].0.engine.lock();
+            engine.fail_channel(3, why(), true);
+            assert!(engine.endpoints.iter().any(endpoint::Endpoint::has_output));
+            engine
+        };
+        hubs[0].0.release(engine, false);
+        let engine = hubs[0].0.engine.lock();
+        assert!(!engine.endpoints.iter().any(endpoint::Endpoint::has_output));
+        drop(engine);
+        assert!(hubs[0].settle());
+        let until = Instant::now() + Duration::from_secs(10);
+        while hubs[1].failure(3).is_none() {
+            assert!(Instant::now() < until, "told");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
 
     #[test]
     fn links_to_a_crowded_host_stay_within_bounds() {
