@@ -30,11 +30,10 @@ from podring import _bench_pattern as pattern
 Run = Callable[[], object]
 
 # A batch is long enough that neither the clock nor what comes before it shows in its average: the ranks' meeting, and
-# what the other backend has left behind. With more ranks than cores that is caches and the scheduler's accounts: the
-# first twenty calls of a batch, some 5 ms, take up to three times as long as the rest.
-# All backends run the same number of iterations per batch.
-FASTEST_BATCH_NS = 20_000_000
-MAX_BATCH = 200
+# what the other backend has left behind. With more ranks than cores that is caches and where the scheduler has put the
+# ranks, which it sees to every 30 ms or so. Backends have batches of the same length, not of as many calls: else the
+# faster one would run in what the slower one leaves behind, and seldom the other way round.
+BATCH_NS = 50_000_000
 MIN_ROUNDS = 5
 MAX_ROUNDS = 201
 WARMUP_NS = 50_000_000
@@ -258,18 +257,19 @@ def measure(case: Case, runs: list[Run], plan: dict[str, Any], board: Board, ali
         if warmup is None:
             first = batch(board, run, 1) // 8
             warmup = max(1, min(MAX_WARMUP, WARMUP_NS // max(first, 1)))
-        estimates.append(max(batch(board, run, warmup) // 8, 1) if warmup else FASTEST_BATCH_NS)
+        estimates.append(max(batch(board, run, warmup) // 8, 1) if warmup else BATCH_NS)
     iters: int | None = plan["iters"]
-    size = max(1, min(MAX_BATCH, iters or MAX_BATCH, FASTEST_BATCH_NS // min(estimates)))
+    sizes = [max(1, min(iters or BATCH_NS, BATCH_NS // estimate)) for estimate in estimates]
     if iters is None:
-        rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(plan["seconds"] * 1e9) // (size * sum(estimates))))
+        spent = sum(size * estimate for size, estimate in zip(sizes, estimates, strict=True))
+        rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(plan["seconds"] * 1e9) // spent))
     else:
-        rounds = -(-iters // size)
+        rounds = -(-iters // min(sizes))
     times: list[list[int]] = [[] for _ in runs]
     for _ in range(rounds):
         for slot, run in enumerate(runs):
             alive()
-            times[slot].append(batch(board, run, size))
+            times[slot].append(batch(board, run, sizes[slot]))
     for slot, run in enumerate(runs):
         alive()
         wrong[slot] += case.check(run)
