@@ -258,9 +258,10 @@ def new_group(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    """A TCP port that was free a moment ago, for IPv4 and IPv6."""
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        probe.bind(("::", 0))
         port: int = probe.getsockname()[1]
         return port
 

@@ -21,7 +21,7 @@ from tests.rendezvous import servers
 from tests.rendezvous.servers import HOST, AnyStore, server
 
 
-def rendezvous(url: str, seconds: float = 5) -> tuple[AnyStore, int, int]:
+def rendezvous(url: str, seconds: float = 20) -> tuple[AnyStore, int, int]:
     """The store, and rank and world size."""
     return next(torchs_rendezvous(url, timeout=timedelta(seconds=seconds)))
 
