@@ -43,8 +43,10 @@ use engine::{Engine, Request};
 use net::Net;
 use ticket::Tickets;
 
-/// How long a report of a failure may take to leave before this process goes on.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+/// How often it is looked whether a report of a failure has left before this process goes on. Counted and not timed: a
+/// process that stood still meanwhile still has its say.
+const LOOKS: u32 = 2500;
+const LOOK: Duration = Duration::from_micros(200);
 
 struct Shared {
     engine: Mutex<Engine>,
@@ -356,22 +358,23 @@ impl Hub {
         waited
     }
 
-    /// Works until what was said of failures has left for the others, at most [`LAST_WORDS`] after it was said: some of
-    /// them may have to be called first. `false` if time was up.
+    /// Works until what was said of failures has left for the others: some of them may have to be called first. `false`
+    /// if it hadn't after [`LOOKS`] at it, some half a second; that of those who asked before counts.
     pub fn settle(&self) -> bool {
         while self.check_fork().is_ok() {
-            let since = self.with(|engine| {
+            let looks = self.with(|engine| {
                 engine.endpoints.iter().any(endpoint::Endpoint::has_reports).then(|| {
                     engine.drive();
                     engine.poll_sockets();
                     engine.tick(Instant::now());
-                    engine.reported.elapsed()
+                    engine.settling += 1;
+                    engine.settling
                 })
             });
-            match since {
+            match looks {
                 None => return true,
-                Some(since) if since >= LAST_WORDS => return false,
-                Some(_) => std::thread::sleep(Duration::from_micros(200)),
+                Some(looks) if looks >= LOOKS => return false,
+                Some(_) => std::thread::sleep(LOOK),
             }
         }
         true
