@@ -67,14 +67,14 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     seconds = params.get_as_int("read_timeout", 60) or 0
     if seconds <= 0:
         raise ValueError(f"read_timeout: expected a positive number of seconds, got {seconds}")
+    place = params.get_as_int("node_rank")
+    if place is not None and not 0 <= place < params.max_nodes:
+        raise ValueError(f"node_rank: expected 0 to {params.max_nodes - 1}, the last of --nnodes, got {place}")
     try:
         store = Store(host, port, is_master=is_host, share=True, timeout=timedelta(seconds=seconds))
     except RuntimeError as error:
         raise RendezvousConnectionError(f"no podring coordinator at {host}:{port}: {error}") from error
-    place = params.get_as_int("node_rank")
     if place is not None:
-        if not 0 <= place < params.max_nodes:
-            raise ValueError(f"node_rank: expected 0 to {params.max_nodes - 1}, the last of --nnodes, got {place}")
         # torch's handler counts the agents in the order of their addresses, which are texts to it.
         address = params.local_addr or socket.getfqdn()
         params = copy.copy(params)
