@@ -103,6 +103,41 @@ def test_hosts_of_a_pod_keep_their_places(tmp_path: Path, hosts: int, each: int,
         assert (rank["TORCH_TPU_SLICEBUILDER_ADDRESSES"], rank["TORCH_TPU_TOPOLOGY"]) == (addresses, shape)
 
 
+def test_devices_are_counted_where_a_driver_has_a_file_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from podring import _early
+
+    monkeypatch.delenv("PODRING_TPU_DEVICES", raising=False)
+
+    def device(name: str, vendor: str, group: str = "") -> None:
+        place = tmp_path / "sys/bus/pci/devices" / name
+        place.mkdir(parents=True)
+        (place / "vendor").write_text(f"{vendor}\n")
+        if group:
+            (place / "iommu_group").symlink_to(f"../../kernel/iommu_groups/{group}")
+
+    assert _early.tpu_devices(tmp_path) == 0
+    device("0000:00:01.0", "0x8086", "1")
+    (tmp_path / "dev/vfio").mkdir(parents=True)
+    (tmp_path / "dev/vfio/1").touch()
+    assert _early.tpu_devices(tmp_path) == 0
+    # Two of Google's, with files of the older driver; then with VFIO's, of which one isn't handed to this container.
+    device("0000:00:04.0", "0x1ae0", "4")
+    device("0000:00:05.0", "0x1ae0", "5")
+    assert _early.tpu_devices(tmp_path) == 0
+    for number in (0, 1):
+        (tmp_path / f"dev/accel{number}").touch()
+    assert _early.tpu_devices(tmp_path) == 2
+    (tmp_path / "dev/vfio/5").touch()
+    assert _early.tpu_devices(tmp_path) == 1
+    monkeypatch.setenv("PODRING_TPU_DEVICES", "8")
+    assert _early.tpu_devices(tmp_path) == 8
+    monkeypatch.setenv("PODRING_TPU_DEVICES", "-1")
+    with pytest.raises(ValueError, match="PODRING_TPU_DEVICES=-1: expected how many"):
+        _early.tpu_devices(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("env", "words", "expected"),
     [

@@ -42,7 +42,7 @@ def cpu_plugin() -> Path | None:
     return None
 
 
-def tpu_devices() -> int:
+def tpu_devices(root: Path = Path("/")) -> int:
     """How many TPU devices this host has: PODRING_TPU_DEVICES, else Google's PCI devices that a driver's file leads to.
 
     VFIO has a file for each; the older driver's files are counted by themselves.
@@ -51,11 +51,11 @@ def tpu_devices() -> int:
         if not said.isascii() or not said.isdigit():
             raise ValueError(f"PODRING_TPU_DEVICES={said}: expected how many TPU devices this host has, 0 for none")
         return int(said)
-    found = [device for device in Path("/sys/bus/pci/devices").glob("*") if _is_googles(device)]
+    found = [device for device in (root / "sys/bus/pci/devices").glob("*") if _is_googles(device)]
     if not found:
         return 0
-    vfio = [device for device in found if _vfio_file(device).exists()]
-    return len(vfio) or len(list(Path("/dev").glob("accel[0-9]*")))
+    groups = [root / "dev/vfio" / group for device in found if (group := _iommu_group(device)) is not None]
+    return sum(group.exists() for group in groups) or len(list((root / "dev").glob("accel[0-9]*")))
 
 
 def _is_googles(device: Path) -> bool:
@@ -65,11 +65,11 @@ def _is_googles(device: Path) -> bool:
         return False
 
 
-def _vfio_file(device: Path) -> Path:
+def _iommu_group(device: Path) -> str | None:
     try:
-        return Path("/dev/vfio") / (device / "iommu_group").readlink().name
+        return (device / "iommu_group").readlink().name
     except OSError:
-        return Path("/nonexistent")
+        return None
 
 
 def tpu_here() -> bool:
@@ -128,5 +128,7 @@ def arrange() -> None:
             os.environ["PODRING_LIBTPU"] = str(wrapped)
             os.environ["TPU_LIBRARY_PATH"] = str(core)
     elif (plugin := cpu_plugin()) is not None:
+        # The interposer would take it for a TPU host's.
+        os.environ.pop("PODRING_LIBTPU", None)
         os.environ.setdefault("TPU_LIBRARY_PATH", str(core))
         os.environ.setdefault("PODRING_PJRT_PLUGIN", str(plugin))
