@@ -216,11 +216,10 @@ def test_what_is_wrong_is_said() -> None:
         _torchrun.create(_parameters(f"{HOST}:{harness.free_port()}", is_host="0", read_timeout="1"))
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_agents_are_numbered_as_they_are_told(shared: bool) -> None:
+def test_agents_are_numbered_as_they_are_told() -> None:
     from podring import _torchrun
 
-    def agent(run: str, number: int, address: str) -> int | str:
+    def agent(run: str, number: int, address: str, shared: bool = True) -> int | str:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(not shared))
         conf = {"node_rank": str(number), "is_host": "0", "join_timeout": "30"}
         handler = _torchrun.create(RendezvousParameters("podring", place, run, 2, 2, address, **conf))
@@ -235,11 +234,18 @@ def test_agents_are_numbered_as_they_are_told(shared: bool) -> None:
     with server("podring") as one:
         place = f"{HOST}:{one.port}"
         # By address it would be the other way round.
-        ranks = side_by_side({"1": lambda: agent("a", 1, "127.0.0.1"), "0": lambda: agent("a", 0, "127.0.0.2")})
-        assert ranks == {"1": 1, "0": 0}
-        if shared:
-            same = side_by_side({"x": lambda: agent("b", 0, "127.0.0.1"), "y": lambda: agent("b", 0, "127.0.0.2")})
-            assert same["x"] == 0 and str(same["y"]).startswith("node_rank 0 is number 1 of the 2 agents"), same
+        ranks = side_by_side(
+            {
+                "1": lambda: agent("ours", 1, "127.0.0.1"),
+                "0": lambda: agent("ours", 0, "127.0.0.2"),
+                "torch's 1": lambda: agent("torch's", 1, "127.0.0.1", shared=False),
+                "torch's 0": lambda: agent("torch's", 0, "127.0.0.2", shared=False),
+                "twice": lambda: agent("twice", 0, "127.0.0.1"),
+                "again": lambda: agent("twice", 0, "127.0.0.2"),
+            }
+        )
+    assert str(ranks.pop("again")).startswith("node_rank 0 is number 1 of the 2 agents that have come"), ranks
+    assert ranks == {"1": 1, "0": 0, "torch's 1": 1, "torch's 0": 0, "twice": 0}
 
 
 def test_the_state_is_exchanged_by_compare_and_set() -> None:
