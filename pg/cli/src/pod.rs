@@ -313,14 +313,15 @@ mod tests {
     #[test]
     fn each_rank_has_an_address_and_the_slice_its_shape() {
         // Slice, hosts, ranks on each, shape, the first and last address.
-        let rows: [(&str, &[&str], u16, &str, &str, &str); 6] = [
-            ("v5e:2x2", &["localhost"], 4, "2,2,1", "localhost:8070", "localhost:8073"),
-            ("v5e:4x4", &["t0", "t1", "t2", "t3"], 4, "4,4,1", "t0:8070", "t3:8073"),
-            ("v5e:2x4", &["localhost"], 8, "2,4,1", "localhost:8070", "localhost:8077"),
+        let (one, two, four) = (["localhost"].as_slice(), ["t0", "t1"].as_slice(), ["t0", "t1", "t2", "t3"].as_slice());
+        let rows = [
+            ("v5e:2x2", one, 4, "2,2,1", "localhost:8070", "localhost:8073"),
+            ("v5e:4x4", four, 4, "4,4,1", "t0:8070", "t3:8073"),
+            ("v5e:2x4", one, 8, "2,4,1", "localhost:8070", "localhost:8077"),
             // A v4 chip's two cores are one device to torch_tpu; a tpu7x chip's are two.
-            ("v4:2x2x2", &["t0", "t1"], 4, "2,2,2", "t0:8070", "t1:8073"),
-            ("tpu7x:2x2x1", &["localhost"], 8, "2,2,1,2", "localhost:8070", "localhost:8077"),
-            ("tpu7x:2x2x2", &["t0", "t1"], 8, "2,2,2,2", "t0:8070", "t1:8077"),
+            ("v4:2x2x2", two, 4, "2,2,2", "t0:8070", "t1:8073"),
+            ("tpu7x:2x2x1", one, 8, "2,2,1,2", "localhost:8070", "localhost:8077"),
+            ("tpu7x:2x2x2", two, 8, "2,2,2,2", "t0:8070", "t1:8077"),
         ];
         for (name, hosts, each, shape, first, last) in rows {
             let hosts: Vec<String> = hosts.iter().map(|&host| host.to_owned()).collect();
