@@ -184,8 +184,9 @@ CHIP = """
 RANK = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
 
 
-def chip(folder: Path, text: str, **env: str) -> None:
-    path = script(folder, CHIP + text + '\n    print("FINE")\n')
+def chip(folder: Path, text: str, raises: bool = False, **env: str) -> None:
+    start = CHIP.replace("    _hook.raise_kept()\n", "") if raises else CHIP
+    path = script(folder, start + text + '\n    print("FINE")\n')
     words = [jobs.python(), path]
     program = run_program(words, 90.0, jobs.environment(PODRING_TPU_DEVICES="4", **RANK, **env), cwd=folder)
     assert program.code == 0 and "FINE" in program.output, program.output[-4000:]
@@ -226,6 +227,24 @@ def test_a_client_that_cannot_be_shared_is_said_once(tmp_path: Path) -> None:
         """,
         PODRING_SLICE="",
         TPU_LIBRARY_PATH=cpu_plugin(),
+    )
+
+
+@jobs.thorough
+def test_what_is_wrong_on_a_tpu_is_raised_late(tmp_path: Path) -> None:
+    chip(
+        tmp_path,
+        """
+    try:
+        dist.init_process_group("tpu", store=dist.HashStore(), rank=0, world_size=1)
+    except RuntimeError as error:
+        assert "4 ranks (4 on each host, hosts: 1), and v5e:4x4 has 16" in str(error), error
+    else:
+        raise AssertionError("formed")
+        """,
+        raises=True,
+        PODRING_SLICE="v5e:4x4",
+        PODRING_LIBTPU=cpu_plugin(),
     )
 
 

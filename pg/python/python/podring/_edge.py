@@ -110,11 +110,12 @@ def launch_environment_on_tpu() -> None:
 
     from podring import _core
 
-    local = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE"))
-    if local is not None and local == os.environ.get("WORLD_SIZE") and not os.environ.get("PODRING_SLICE"):
-        shape = hardware.get_tpu_topology(int(local))
+    world = os.environ.get("WORLD_SIZE")
+    one_host = world is not None and os.environ.get("LOCAL_WORLD_SIZE", world) == world
+    if one_host and not os.environ.get("PODRING_SLICE") and "TORCH_TPU_TOPOLOGY" not in os.environ:
+        shape = hardware.get_tpu_topology(int(world or 1))
         if shape is not None:
-            os.environ.setdefault("TORCH_TPU_TOPOLOGY", shape)
+            os.environ["TORCH_TPU_TOPOLOGY"] = shape
     os.environ.update(_core.tpu_environment())
 
 

@@ -90,6 +90,9 @@ def _load_on_tpu() -> None:
             stacklevel=1,
         )
         return
+    # First: torch_tpu has registered "tpu" for itself by now, and wouldn't raise what is kept.
+    _edge.after_start()
+    _register(virtual=False)
     loaded, why = _core.interposed()
     if why is not None:
         raise RuntimeError(why)
@@ -104,8 +107,6 @@ def _load_on_tpu() -> None:
             stacklevel=1,
         )
     _edge.before_start_on_tpu()
-    _edge.after_start()
-    _register(virtual=False)
 
 
 def _load_virtual(name: str) -> None:
