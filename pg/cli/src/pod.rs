@@ -381,7 +381,7 @@ mod tests {
             ("v5e:4x4", wish(None, Some(4)), &FOUR[..1], "--node-rank is 4, and there are 4 hosts"),
             ("v5e:4x4", wish(None, Some(1)), &FOUR, "--node-rank is 1 and TPU_WORKER_ID 2"),
             ("v5e:2x2*2", wish(None, None), none, "v5e:2x2*2 is 2 slices"),
-            ("v3:2x2", wish(None, None), none, "v3:2x2 is a v3"),
+            ("v3:2x2", wish(None, None), none, "torch_tpu runs on v4, v5e, v5p, v6e and tpu7x, and v3:2x2 is a v3"),
         ];
         for (name, wish, names, expected) in rows {
             let error = Pod::plan(&slice(name), 4, &wish, variables(names)).unwrap_err().to_string();
