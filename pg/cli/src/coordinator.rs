@@ -94,7 +94,7 @@ pub(crate) fn raise_descriptors() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is not a number"))?;
     if !(0.1..=86_400.0).contains(&seconds) {
         return Err(format!("{text} is not between 0.1 and 86400"));

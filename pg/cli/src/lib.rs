@@ -6,6 +6,7 @@ mod coordinator;
 mod doctor;
 mod python;
 mod run;
+mod status;
 mod terminal;
 mod topo;
 
@@ -29,6 +30,7 @@ enum Command {
     Compile(compile::Args),
     Doctor(doctor::Args),
     Run(run::Args),
+    Status(status::Args),
     Topo(topo::Topo),
 }
 
@@ -40,6 +42,7 @@ pub fn main_with<I>(args: I) -> i32
 where
     I: IntoIterator<Item = OsString>,
 {
+    podring_log::install();
     match Cli::try_parse_from(args) {
         Ok(Cli { command: Some(command) }) => match command {
             Command::Bench(args) => exit_code(bench::run(args)),
@@ -47,6 +50,7 @@ where
             Command::Compile(args) => exit_code(compile::run(args)),
             Command::Doctor(args) => exit_code(doctor::run(args)),
             Command::Run(args) => exit_code(run::run(args)),
+            Command::Status(args) => exit_code(status::run(args)),
             Command::Topo(topo) => topo.run(),
         },
         Ok(Cli { command: None }) => {

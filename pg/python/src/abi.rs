@@ -422,8 +422,12 @@ pub(crate) fn text(pointer: *const c_char) -> String {
 
 unsafe extern "C" fn group_create(raw: *const RawConfig, out: *mut *mut ProcessGroup, error: *mut RawError) -> i32 {
     guarded(error, || {
+        crate::log::begin();
         // SAFETY: a valid config by the header.
         let raw = unsafe { &*raw };
+        if raw.global_ranks.is_null() {
+            podring_log::set_rank(raw.rank);
+        }
         let store: Arc<dyn Store> = Arc::new(ForeignStore(parking_lot::Mutex::new(raw.store)));
         let global_ranks = (!raw.global_ranks.is_null()).then(|| {
             // SAFETY: `size` entries by the header.

@@ -181,7 +181,10 @@ impl Shared {
             return (board.clone(), false);
         }
         // Not under the lock: that takes milliseconds.
-        let board = Board::new().inspect_err(|error| tracing::warn!(%error, "no board of the keys")).ok().map(Arc::new);
+        let board = Board::new()
+            .inspect_err(|error| tracing::info!(%error, "no board of the keys: sets and waits take a message each"))
+            .ok()
+            .map(Arc::new);
         self.with(|state, _| {
             if let Some(board) = board.clone() {
                 state.store.keep_presence(move |key| board.print(key));
@@ -210,8 +213,9 @@ impl Shared {
         loop {
             let due = self.with(|state, now| {
                 let (gone, outbox) = state.roster.tick(now);
+                tell_of_late(&outbox);
                 state.deliver(outbox);
-                gone.iter().for_each(|lost| state.barriers.lost(lost));
+                gone.iter().for_each(|lost| state.gone(lost, true));
                 state.store.tick(now);
                 let world = state.roster.world().cloned();
                 state.barriers.tick(now, |rank| world.as_ref()?.host_of(rank).map(str::to_owned));
@@ -277,6 +281,17 @@ impl Shared {
     }
 }
 
+/// The coordinator's own word for an epoch that didn't form.
+fn tell_of_late(outbox: &Outbox) {
+    let late = outbox.iter().find_map(|(_, event)| match event {
+        Event::Late(late) => Some(late),
+        _ => None,
+    });
+    if let Some(late) = late {
+        tracing::warn!("no epoch has formed: {late}");
+    }
+}
+
 /// A call of the store's that waits.
 struct Waiting {
     shared: Arc<Shared>,
@@ -336,7 +351,7 @@ impl State {
         let (lost, outbox) = self.roster.part(agent, ranks, how);
         self.deliver(outbox);
         if let Some(lost) = lost {
-            self.gone(&lost);
+            self.gone(&lost, how.is_some());
         }
     }
 
@@ -344,7 +359,7 @@ impl State {
     pub(super) fn leave(&mut self, agent: AgentId) {
         self.lines.remove(&agent);
         if let Some(lost) = self.roster.leave(agent) {
-            self.gone(&lost);
+            self.gone(&lost, false);
         }
     }
 
@@ -375,11 +390,12 @@ impl State {
         });
         self.deliver(outbox);
         if let Some(lost) = gone {
-            self.gone(&lost);
+            self.gone(&lost, false);
         }
         let current = self.roster.epoch();
         if current != before {
-            tracing::info!(epoch = current, "formed");
+            let ranks = self.roster.world().map_or(0, |world| world.world_size);
+            tracing::info!(ranks, "epoch {current} has formed");
             self.barriers.superseded(current);
         }
         Ok(serial)
@@ -394,15 +410,21 @@ impl State {
     /// An agent is gone.
     pub(super) fn lose(&mut self, agent: AgentId, how: &str) {
         self.lines.remove(&agent);
+        let manned = self.roster.manned(agent);
         let (lost, outbox) = self.roster.lost(agent, how);
         self.deliver(outbox);
         if let Some(lost) = lost {
-            self.gone(&lost);
+            self.gone(&lost, manned);
         }
     }
 
-    pub(super) fn gone(&mut self, lost: &Lost) {
-        tracing::info!(%lost, "lost");
+    /// Ranks of the epoch are gone; `badly`: not in order.
+    fn gone(&mut self, lost: &Lost, badly: bool) {
+        if badly {
+            tracing::warn!(epoch = lost.epoch, "{lost}");
+        } else {
+            tracing::info!(epoch = lost.epoch, "{lost}");
+        }
         self.barriers.lost(lost);
     }
 
