@@ -77,7 +77,8 @@ pub(crate) fn run(args: Args) -> Result<i32, Error> {
     // Before the coordinator's threads begin, which inherit this: the signals wait for this thread.
     let signals = Signals::block().map_err(Error::Signals)?;
     raise_descriptors();
-    let coordinator = Coordinator::start(Config { bind, token, tls, silence, state_dir, ..Config::default() })?;
+    let coordinator =
+        Coordinator::start(Config { bind, token, tls, silence, state_dir, aloud: true, ..Config::default() })?;
     for address in coordinator.addresses() {
         terminal::out(&format!("listening on {address}"));
     }

@@ -16,7 +16,7 @@ use crate::decide::Answer;
 use crate::decide::barrier::Barriers;
 use crate::decide::keyvalue::{KeyValue, Outcome};
 use crate::decide::roster::{AgentId, Announcement, Event, Outbox, Roster, World};
-use crate::refusal::{Lost, Refusal};
+use crate::refusal::{Lost, Ranks, Refusal};
 use crate::wire;
 
 /// Events that wait for an agent that doesn't read. One more and the agent is lost.
@@ -40,6 +40,8 @@ pub(super) struct State {
     barrier_calls: FxHashMap<u64, oneshot::Sender<Result<(), Refusal>>>,
     journal: Option<Journal>,
     journal_epoch: u64,
+    /// Losses are warnings.
+    aloud: bool,
     /// Made when the first client of this host comes; `None` in it: it can't be had.
     board: Option<Option<Arc<Board>>>,
     /// When the ticker looks next, if nobody calls it sooner.
@@ -67,6 +69,7 @@ impl Shared {
         roster: Roster,
         mut store: KeyValue,
         journal: Option<Journal>,
+        aloud: bool,
     ) -> Arc<Self> {
         if journal.is_some() {
             store.keep_journal();
@@ -82,6 +85,7 @@ impl Shared {
             barrier_calls: FxHashMap::default(),
             journal,
             journal_epoch,
+            aloud,
             board: None,
             planned: None,
         };
@@ -213,7 +217,7 @@ impl Shared {
         loop {
             let due = self.with(|state, now| {
                 let (gone, outbox) = state.roster.tick(now);
-                tell_of_late(&outbox);
+                state.tell_of_late(&outbox);
                 state.deliver(outbox);
                 gone.iter().for_each(|lost| state.gone(lost, true));
                 state.store.tick(now);
@@ -278,17 +282,6 @@ impl Shared {
         let outcome = rx.await.unwrap_or(Err(Refusal::UnknownSession));
         cancel.0 = None;
         outcome
-    }
-}
-
-/// The coordinator's own word for an epoch that didn't form.
-fn tell_of_late(outbox: &Outbox) {
-    let late = outbox.iter().find_map(|(_, event)| match event {
-        Event::Late(late) => Some(late),
-        _ => None,
-    });
-    if let Some(late) = late {
-        tracing::warn!("no epoch has formed: {late}");
     }
 }
 
@@ -420,12 +413,28 @@ impl State {
 
     /// Ranks of the epoch are gone; `badly`: not in order.
     fn gone(&mut self, lost: &Lost, badly: bool) {
-        if badly {
-            tracing::warn!(epoch = lost.epoch, "{lost}");
-        } else {
-            tracing::info!(epoch = lost.epoch, "{lost}");
+        let Lost { epoch, host, ranks, .. } = lost;
+        if badly && self.aloud {
+            tracing::warn!("{lost}");
+        } else if badly {
+            tracing::info!("{lost}");
+        } else if !ranks.is_empty() {
+            tracing::info!("{} on {host} left epoch {epoch}", Ranks(ranks));
         }
         self.barriers.lost(lost);
+    }
+
+    /// The coordinator's own word for an epoch that didn't form.
+    fn tell_of_late(&self, outbox: &Outbox) {
+        let late = outbox.iter().find_map(|(_, event)| match event {
+            Event::Late(late) => Some(late),
+            _ => None,
+        });
+        match late {
+            Some(late) if self.aloud => tracing::warn!("no epoch has formed: {late}"),
+            Some(late) => tracing::info!("no epoch has formed: {late}"),
+            None => {}
+        }
     }
 
     /// A value taken for a caller who is gone goes back where it was.
