@@ -34,11 +34,12 @@ _KINDS = {
 
 
 def warm_up(group: dist.ProcessGroup | None, calls: Sequence[Call]) -> int:
-    """Compiles the programs that ``calls`` on ``group`` (None: the default group) will need; of how many they are ready.
+    """Compiles the programs that ``calls`` on ``group`` (None: the default group) will need; of how many it has them.
 
-    ``warm_up(None, [("all_reduce", torch.bfloat16, 64 << 20), ("reduce_scatter", torch.bfloat16, 1 << 30)])``. Bytes are
-    those of a rank's largest buffer, as in ``podring bench``: all_gather's output, reduce_scatter's input. One program
-    serves all sizes of its class, so they need not be exact. Blocks that differ, and batches, have programs of their own.
+    ``warm_up(None, [("all_reduce", torch.bfloat16, 64 << 20), ("reduce_scatter", torch.bfloat16, 1 << 30)])``. Bytes
+    are those of a rank's largest buffer, as in ``podring bench``: all_gather's output, reduce_scatter's input. One
+    program serves all sizes of its class, so they need not be exact. Blocks that differ, and batches, have programs of
+    their own.
 
     Every member calls it, with the same calls: each program is compiled by one and sent to the others. It waits for no
     collective of theirs. 0 where the group's collectives don't run as programs.
