@@ -151,6 +151,6 @@ def test_warm_up_has_nothing_to_do_without_programs_and_says_what_it_takes() -> 
 
     for first, second, said in harness.run(body, 2):
         assert (first, second) == (0, 0)
-        for words, text in zip(["'gloo'", "got 3", "all_reduec", "-8", "'sum'", "quint8"], said, strict=True):
+        for words, text in zip(["'gloo'", "got 3", "all_reduec", "-8", "'sum'", "QUInt8"], said, strict=True):
             assert words in text, said
         assert [text.split(":")[0] for text in said[:5]] == ["TypeError"] * 2 + ["ValueError"] * 3, said
