@@ -129,8 +129,8 @@ pub(crate) struct Engine {
     pub ended: u64,
     /// Channels with an inquest open.
     pub inquests: usize,
-    /// When a failure was last told to somebody.
-    pub reported: Instant,
+    /// Looks since a failure was last told to somebody at whether that has left, by those who wait for it.
+    pub settling: u32,
     /// Peers were asked to ring when they write.
     pub armed: bool,
     /// The message being handled was put aside for later.
@@ -162,7 +162,7 @@ impl Engine {
             garbage: Vec::new(),
             ended: 0,
             inquests: 0,
-            reported: Instant::now(),
+            settling: 0,
             armed: false,
             kept: false,
         }
@@ -282,7 +282,7 @@ impl Engine {
         // An error text that doesn't fit a frame is cut: it must never be the reason for another failure.
         let bytes = &bytes[..bytes.len().min(OWNED_LIMIT)];
         header.len = bytes.len() as u32;
-        self.reported = Instant::now();
+        self.settling = 0;
         self.push_item(endpoint, Item::Owned { header, bytes: bytes.into() });
     }
 
