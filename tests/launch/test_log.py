@@ -2,72 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from tests import harness
+from tests.processes import run_program
 
 TIME = r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z podring\[rank (\d)\] "
 NOTE = re.compile(TIME + "WARN launcher: GROUP_RANK decides, not TPU_WORKER_ID, TPU_WORKER_HOSTNAMES: host 1 ", re.M)
-# The launcher counts this host as another one than the slice does.
-SLICE = {"GROUP_RANK": "1", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a,b"}
-ASKED = ["", "off", "info", "loud", "debug", "debug"]
-BROKEN, CLOSED = 4, 5
 
 
 def test_the_launchers_disagreement_is_told_as_podring_log_asks(tmp_path: Path) -> None:
-    """One job; every rank asks for something else, one has a stderr that nobody reads, one has none."""
-
-    def body() -> float:
-        rank = int(os.environ["RANK"])
-        os.dup2(os.open(tmp_path / f"stdout{rank}", os.O_WRONLY | os.O_CREAT), 1)
-        os.environ["LOCAL_RANK"] = "0"
-        if rank == CLOSED:
-            os.close(2)
-        elif rank == BROKEN:
-            reader, writer = os.pipe()
-            os.dup2(writer, 2)
-            os.close(reader)
-        dist.init_process_group(
-            harness.BACKEND,
-            init_method=f"file://{os.environ['STORE_FILE']}",
-            rank=rank,
-            world_size=len(ASKED),
-            timeout=timedelta(seconds=30),
-        )
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor)
-        from podring import _graphs
-
-        _graphs._log_as_asked()
-        _graphs.log.info("what Python says of %d graphs", 2)
-        dist.destroy_process_group()
-        return tensor[0].item()
-
-    ends = harness.attempt(
-        body, len(ASKED), init=False, env=SLICE, rank_env=lambda rank: {"PODRING_LOG": ASKED[rank]} if rank else {}
-    )
-    assert [end.value for end in ends] == [len(ASKED)] * len(ASKED), harness.report(ends)
-    for rank, end in enumerate(ends):
-        assert (tmp_path / f"stdout{rank}").read_text() == "", rank
-        if rank not in (BROKEN, CLOSED):
-            told = [] if ASKED[rank] == "off" else [str(rank)]
-            assert NOTE.findall(end.output) == told, harness.report(ends)
-    # A note and nothing else, nothing, more, a complaint and a note.
-    assert ends[0].output.count("\n") == 1, harness.report(ends)
-    assert ends[1].output == "", harness.report(ends)
-    said = re.compile(TIME + r"INFO python: what Python says of 2 graphs$", re.M)
-    assert said.findall(ends[2].output) == ["2"], harness.report(ends)
-    complaint = ends[3].output.splitlines()[0]
-    assert complaint.startswith('podring: PODRING_LOG="loud": expected off, error, '), complaint
-    assert ends[3].output.count("\n") == 2, harness.report(ends)
+    """One job whose ranks ask for different things; one's stderr is read by nobody, one has none."""
+    env = {"OMP_NUM_THREADS": "1", "PODRING_LOG": ""}
+    program = run_program([sys.executable, harness.PROGRAMS / "messages.py", tmp_path], timeout=60, env=env)
+    assert program.code == 0, program.output
+    rows = json.loads(program.output.splitlines()[-1])
+    assert [value for value, _, _ in rows] == [6.0] * 6, program.output
+    assert [stdout for _, _, stdout in rows] == [""] * 6, program.output
+    usual, off, info, loud, _, _ = (said for _, said, _ in rows)
+    # A note and nothing else; nothing; more; a complaint and a note.
+    assert NOTE.findall(usual) == ["0"] and usual.count("\n") == 1, usual
+    assert off == ""
+    assert NOTE.findall(info) == ["2"], info
+    assert re.findall(TIME + r"INFO python: what Python says of 2 graphs$", info, re.M) == ["2"], info
+    assert loud.startswith('podring: PODRING_LOG="loud": expected off, error, '), loud
+    assert NOTE.findall(loud) == ["3"] and loud.count("\n") == 2, loud
 
 
 def test_a_forked_child_may_log_whatever_its_parent_was_logging() -> None:
