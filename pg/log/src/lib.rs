@@ -2,10 +2,10 @@
 //!
 //! **Forks.** A child of a process whose other threads were logging must be able to log. Nothing that an event passes
 //! through holds a lock. What is shown was settled when the subscriber was made, and a place in the code learns it once,
-//! by atomics. tracing-subscriber's fmt layer formats into a buffer of the thread's own and writes the line with one
-//! call; its registry, and the locks of the thread numbers in it, is for spans, and podring has none. The writer is
-//! write(2): std's stderr has a lock, which another thread may have held at the fork. And who comes second doesn't wait
-//! for who installs the subscriber.
+//! by atomics, as long as there is one subscriber (tracing-core 0.1.36). tracing-subscriber's fmt layer formats into a
+//! buffer of the thread's own and writes the line with one call; its registry, and the locks of the thread numbers in
+//! it, is for spans, and podring has none. The writer is write(2): std's stderr has a lock, which another thread may
+//! have held at the fork. And who comes second doesn't wait for who installs the subscriber.
 
 mod line;
 
