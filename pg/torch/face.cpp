@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "core.hpp"
@@ -596,6 +597,21 @@ void TpuBackend::lend_world() const {
   core->device_world(group_);
 }
 
+uint64_t TpuBackend::warm_up(const std::vector<PodringSized>& calls) const {
+  if (core->size < offsetof(PodringCore, group_warm_up) + sizeof(core->group_warm_up)) {
+    raise(PODRING_UNSUPPORTED, "podring's core is older than its face: install both from one build");
+  }
+  Error error;
+  uint64_t ready = 0;
+  int32_t status = PODRING_OK;
+  {
+    const LockReleased unlocked;
+    status = core->group_warm_up(group_, calls.data(), calls.size(), &ready, &error);
+  }
+  if (status != PODRING_OK) raise(status, error.message());
+  return ready;
+}
+
 void TpuBackend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
   core->group_set_timeout(group_, timeout.count());
@@ -652,6 +668,19 @@ c10::intrusive_ptr<c10d::Backend> create(const c10d::DistributedBackendOptions& 
   return c10::make_intrusive<TpuBackend>(opts.store, opts.group_rank, opts.group_size, std::move(options));
 }
 
+// Calls to come: kind, dtype, reduction, bytes.
+using Sized = std::tuple<uint32_t, at::ScalarType, c10d::ReduceOp, uint64_t>;
+
+uint64_t warm_up(const TpuBackend& backend, const std::vector<Sized>& calls) {
+  std::vector<PodringSized> sized;
+  for (const auto& [kind, dtype, reduction, bytes] : calls) {
+    const uint8_t code = dtype_of(dtype);
+    if (code == kNoDType) raise(PODRING_UNSUPPORTED, c10::str("warm_up: dtype ", dtype, " is not supported"));
+    sized.push_back({kind, code, static_cast<uint8_t>(reduction.op_), bytes});
+  }
+  return backend.warm_up(sized);
+}
+
 // Before the interpreter ends. True if nothing of the core's runs in it any more.
 bool drain(double seconds) {
   const auto timeout = std::chrono::milliseconds(std::llround(seconds * 1000.0));
@@ -694,6 +723,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "lend_world", [](const TpuBackend& backend) { backend.lend_world(); }, py::arg("backend"),
       "Has collectives inside of programs on virtual chips run over this group, whose members are all ranks in order.");
+  m.def("warm_up", &warm_up, py::arg("backend"), py::arg("calls"),
+        "Compiles the programs of (kind, dtype, reduction, bytes) to come; of how many calls they are there.");
   m.def("drain", &drain, py::arg("timeout"),
         "Ends callbacks into the interpreter; False if some still run after `timeout` seconds.");
 }

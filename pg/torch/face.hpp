@@ -90,6 +90,9 @@ class TpuBackend final : public c10d::Backend {
   // For collectives inside of programs on virtual chips: this group's members are all ranks, in order.
   void lend_world() const;
 
+  // Compiles the programs of calls to come; of how many.
+  uint64_t warm_up(const std::vector<PodringSized>& calls) const;
+
   void setTimeout(std::chrono::milliseconds timeout) override;
   c10d::ErrorType getError() override;
   void abort() override;

@@ -138,6 +138,14 @@ typedef struct PodringCollective {
   uint32_t flags;      // PODRING_SYNC, PODRING_DEVICE
 } PodringCollective;
 
+// A call to come.
+typedef struct PodringSized {
+  uint32_t kind;      // PodringKind, but gather, scatter, send and recv
+  uint8_t dtype;      // PodringDType
+  uint8_t reduction;  // as in PodringPart; of what reduces
+  uint64_t bytes;     // of the largest buffer of a rank
+} PodringSized;
+
 // A buffer's memory.
 typedef struct PodringMemory {
   void* data;
@@ -300,6 +308,10 @@ typedef struct PodringCore {
   // The group of all ranks, for collectives inside of programs that run on virtual chips; null: no longer. The group's
   // handle may be freed while it is lent.
   void (*device_world)(PodringGroup* group);
+  // Compiles the programs of calls to come, on every member. *ready: of how many calls; 0 where the group's collectives
+  // are no programs.
+  int32_t (*group_warm_up)(PodringGroup* group, const PodringSized* calls, uint64_t n_calls, uint64_t* ready,
+                           PodringError* error);
 } PodringCore;
 
 #ifdef __cplusplus

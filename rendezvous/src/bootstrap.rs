@@ -292,6 +292,7 @@ impl Newcomer<'_> {
             endpoints: self.addresses.iter().map(|ip| SocketAddr::new(*ip, port).to_string()).collect(),
             token: token.as_ref().filter(|_| !strong).map(Token::reveal),
         };
+        tracing::info!("the coordinator listens on {}", record.endpoints.join(", "));
         let text = serde_json::to_vec(&record).map_err(|error| JoinError::BadRecord { why: error.to_string() })?;
         let joining = self.joining(agent_name(&record.job, &self.host_id), self.timeout);
         let mut failed = None;

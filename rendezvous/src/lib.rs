@@ -14,6 +14,7 @@ pub mod host;
 pub mod refusal;
 mod runtime;
 pub mod secret;
+mod seldom;
 pub mod serve;
 pub mod session;
 mod wire;

@@ -173,7 +173,7 @@ pub enum Refusal {
 }
 
 /// Ranks in words, at most 16 of them.
-struct Ranks<'a>(&'a [u32]);
+pub(crate) struct Ranks<'a>(pub(crate) &'a [u32]);
 
 impl fmt::Display for Ranks<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

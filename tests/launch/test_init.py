@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,3 +120,37 @@ def same_members_twice() -> float:
 )
 def test_groups(body: Callable[[], float | None], want: list[float | None]) -> None:
     assert harness.run(body, 3) == want
+
+
+def test_warm_up_has_nothing_to_do_without_programs_and_says_what_it_takes() -> None:
+    """Programs are for the device engine (tests/vchip): here collectives run on the fabric."""
+
+    def body() -> tuple[int, int, list[str]]:
+        import podring
+
+        calls: list[Any] = [
+            ("all_reduce", torch.bfloat16, 64 << 20),
+            ("reduce_scatter", torch.float32, 1 << 30, dist.ReduceOp.AVG),
+        ]
+        ready = podring.warm_up(None, calls), podring.warm_up(harness.new_group([0, 1]), [])
+        gloo = dist.new_group([0, 1], backend="gloo")
+        said = []
+        wrong: list[tuple[Any, Any]] = [
+            (gloo, calls[0]),
+            (3, calls[0]),
+            (None, ("all_reduec", torch.float32, 8)),
+            (None, ("all_reduce", torch.float32, -8)),
+            (None, ("all_reduce", torch.float32, 8, "sum")),
+            (None, ("all_reduce", torch.quint8, 8)),
+        ]
+        for group, call in wrong:
+            with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+                podring.warm_up(group, [call])
+            said.append(f"{type(caught.value).__name__}: {caught.value}")
+        return *ready, said
+
+    for first, second, said in harness.run(body, 2):
+        assert (first, second) == (0, 0)
+        for words, text in zip(["'gloo'", "got 3", "all_reduec", "-8", "'sum'", "QUInt8"], said, strict=True):
+            assert words in text, said
+        assert [text.split(":")[0] for text in said[:5]] == ["TypeError"] * 2 + ["ValueError"] * 3, said

@@ -48,6 +48,12 @@ class Coordinator:
                     count += state == "01" and int(local.rsplit(":", 1)[1], 16) == self.port
         return count
 
+    def said(self) -> str:
+        """Ends it, and gives what it said on stderr."""
+        self.kill()
+        assert self._process.stderr is not None
+        return self._process.stderr.read()
+
     def kill(self) -> None:
         """As by kill -9."""
         self._process.send_signal(signal.SIGKILL)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import signal
+import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests import harness
+from tests.cli.test_cli import command
 from tests.harness import End, attempt, report, run
 from tests.rendezvous import servers
 from tests.rendezvous.coordinator import Coordinator, coordinator
@@ -288,6 +292,43 @@ def coordinator_gone() -> list[float]:
 
 def test_coordinator_that_stays_away_ends_nothing(long: servers.Jobs) -> None:
     assert long.ended("gone") == [3.0] * 3
+
+
+def test_a_coordinator_and_its_status_tell_of_a_loss() -> None:
+    with coordinator() as standing:
+
+        def seen() -> dict[str, Any]:
+            asked = subprocess.run(
+                [command(), "status", "--json"],
+                env={**os.environ, "PODRING_COORDINATOR": standing.address},
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=True,
+            )
+            status: dict[str, Any] = json.loads(asked.stdout)
+            return status
+
+        def body() -> tuple[dict[str, Any], dict[str, Any]]:
+            before = seen()
+            dist.barrier()
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            until(lambda: bool(seen()["gone"]))
+            return before, seen()
+
+        env = {"PODRING_COORDINATOR": standing.address}
+        ends = attempt(body, 2, env=env, rank_env=ALONE)
+        said = standing.said()
+    assert ends[0].returned, report(ends)
+    before, after = ends[0].value
+    assert [(agent["host"], agent["ranks"], agent["epoch"]) for agent in before["agents"]] == [
+        ("host0", [0], 1),
+        ("host1", [1], 1),
+    ]
+    assert (before["gone"], after["gone"], after["missing"]) == ([], [1], [])
+    # One line for the loss, and none for the rank that left in order.
+    assert re.fullmatch(r"\S+ podring WARN rendezvous: epoch 1 lost rank 1 on \S+: [^\n]+\n", said), said
 
 
 def resources() -> tuple[int, list[str], int]:

@@ -143,6 +143,31 @@ def test_what_runs_as_a_program_is_counted(tmp_path: Path) -> None:
                 mine = torch.full((2,), float(rank), device="tpu")
                 assert launched(lambda: dist.all_gather(parts, mine, group=group)) == 1
                 assert [part.cpu().tolist() for part in parts] == [[float(one)] * 2 for one in sorted(ranks)]
+        # What was compiled ahead isn't compiled when it is called.
+        import podring
+        most, ready = dist.ReduceOp.MAX, []
+        asked = [("all_reduce", torch.float32, 400_000, most), ("all_gather", torch.bfloat16, 400_000),
+               ("reduce_scatter_tensor", torch.float32, 400_000), ("all_to_all", torch.float32, 400_000),
+               ("broadcast", torch.float32, 400_000)]
+        before = _core.engine_counts()
+        assert launched(lambda: ready.append(podring.warm_up(None, asked))) == 0 and ready == [len(asked)]
+        ahead = _core.engine_counts()
+        assert sum(ahead[1:]) - sum(before[1:]) == len(asked), (before, ahead)
+        large, small = torch.ones(100_000, device="tpu"), torch.ones(25_000, device="tpu")
+        dist.all_reduce(large, most)
+        halves = [torch.ones(200_000 // ranks, device="tpu", dtype=torch.bfloat16) for ranks in (1, size)]
+        dist.all_gather_into_tensor(*halves)
+        dist.reduce_scatter_tensor(small, large)
+        dist.all_to_all_single(large, torch.ones(100_000, device="tpu"))
+        dist.broadcast(large, 2)
+        assert small.cpu().tolist() == [4.0] * 25_000
+        assert _core.engine_counts()[1:] == ahead[1:], (ahead, _core.engine_counts())
+        for wrong in [("all_reduec", torch.float32, 8), ("gather", torch.float32, 8), ("all_reduce", float, 8)]:
+            try:
+                podring.warm_up(None, [asked[0], wrong])
+                raise AssertionError(wrong)
+            except ValueError as error:
+                assert "call 1: expected " in str(error), error
         dist.barrier()
         dist.destroy_process_group()
         # And once more, from the beginning.

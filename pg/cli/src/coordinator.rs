@@ -77,7 +77,8 @@ pub(crate) fn run(args: Args) -> Result<i32, Error> {
     // Before the coordinator's threads begin, which inherit this: the signals wait for this thread.
     let signals = Signals::block().map_err(Error::Signals)?;
     raise_descriptors();
-    let coordinator = Coordinator::start(Config { bind, token, tls, silence, state_dir, ..Config::default() })?;
+    let coordinator =
+        Coordinator::start(Config { bind, token, tls, silence, state_dir, aloud: true, ..Config::default() })?;
     for address in coordinator.addresses() {
         terminal::out(&format!("listening on {address}"));
     }
@@ -94,7 +95,7 @@ pub(crate) fn raise_descriptors() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is not a number"))?;
     if !(0.1..=86_400.0).contains(&seconds) {
         return Err(format!("{text} is not between 0.1 and 86400"));

@@ -7,6 +7,7 @@ mod doctor;
 pub mod pod;
 mod python;
 mod run;
+mod status;
 mod terminal;
 mod topo;
 
@@ -30,6 +31,7 @@ enum Command {
     Compile(compile::Args),
     Doctor(doctor::Args),
     Run(run::Args),
+    Status(status::Args),
     Topo(topo::Topo),
 }
 
@@ -41,6 +43,7 @@ pub fn main_with<I>(args: I) -> i32
 where
     I: IntoIterator<Item = OsString>,
 {
+    podring_log::install();
     match Cli::try_parse_from(args) {
         Ok(Cli { command: Some(command) }) => match command {
             Command::Bench(args) => exit_code(bench::run(args)),
@@ -48,6 +51,7 @@ where
             Command::Compile(args) => exit_code(compile::run(args)),
             Command::Doctor(args) => exit_code(doctor::run(args)),
             Command::Run(args) => exit_code(run::run(args)),
+            Command::Status(args) => exit_code(status::run(args)),
             Command::Topo(topo) => topo.run(),
         },
         Ok(Cli { command: None }) => {

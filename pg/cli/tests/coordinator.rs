@@ -73,6 +73,51 @@ fn killed_and_restarted_with_and_without_its_state() {
     }
 }
 
+fn status(args: &[&str]) -> std::process::Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_podring"));
+    // The variables of whoever runs the tests aren't meant.
+    for name in ["PODRING_COORDINATOR", "PODRING_TOKEN_FILE", "PODRING_TLS_CERT", "PODRING_TLS_KEY", "PODRING_TLS_CA"] {
+        command.env_remove(name);
+    }
+    command.arg("status").args(args).output().unwrap()
+}
+
+#[test]
+fn status_tells_who_is_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let token = Token::fresh().unwrap();
+    let path = dir.path().join("token");
+    std::fs::write(&path, token.reveal()).unwrap();
+    let path = path.to_str().unwrap();
+    let process = start(&["--token-file", path]);
+    let access = Access { token: Some(token), timeout: SOON, ..Access::new(&process.1) };
+    let session = Session::join(&access, ranks(), SOON).unwrap();
+    session.store().set("k", b"v").unwrap();
+    let asked = status(&["--coordinator", &process.1, "--token-file", path, "--json"]);
+    assert!(asked.status.success(), "{asked:?}");
+    let seen: serde_json::Value = serde_json::from_slice(&asked.stdout).unwrap();
+    assert_eq!(seen["agents"][0]["host"], "a", "{seen}");
+    assert_eq!(seen["agents"][0]["ranks"], serde_json::json!([0]), "{seen}");
+    assert_eq!((&seen["epoch"], &seen["keys"], &seen["forming"]), (&1.into(), &1.into(), &false.into()), "{seen}");
+    assert!(seen["agents"][0]["silent_ms"].as_u64().unwrap() < 2000, "{seen}");
+    let asked = status(&["--coordinator", &process.1, "--token-file", path]);
+    let text = String::from_utf8(asked.stdout).unwrap();
+    assert!(text.contains("epoch 1, all of 1 ranks") && text.contains("store: 1 keys, "), "{text}");
+    // Without what it takes: one line that says what is wrong.
+    let address = process.1.clone();
+    let refused = status(&["--coordinator", &address]);
+    drop(process);
+    for (asked, words) in [
+        (refused, "token"),
+        (status(&["--coordinator", &address, "--timeout", "0.3"]), "no coordinator at 127.0.0.1:"),
+        (status(&[]), "give --coordinator HOST:PORT, or set PODRING_COORDINATOR"),
+    ] {
+        let error = String::from_utf8(asked.stderr).unwrap();
+        assert!(asked.status.code() == Some(1) && asked.stdout.is_empty(), "{error}");
+        assert!(error.starts_with("podring: ") && error.contains(words) && error.lines().count() == 1, "{error}");
+    }
+}
+
 #[test]
 fn a_signal_ends_it_with_0() {
     let mut process = start(&[]);

@@ -228,6 +228,33 @@ impl Collective {
         }
     }
 
+    /// A call that is known by its size: `bytes` is the largest buffer of a rank, rounded up to whole elements, and as many
+    /// of every rank where there is a block of each. Its tensors have no memory, so it can't be run. Of messages there
+    /// is none.
+    pub fn sized(
+        kind: Kind,
+        dtype: DType,
+        reduction: Option<Reduction>,
+        bytes: usize,
+        members: usize,
+    ) -> Option<Collective> {
+        let flat = |count: usize| Tensor { data: std::ptr::null_mut(), layout: Layout::flat(count) };
+        let one = |count: usize| Blocks::whole(flat(count));
+        let count = bytes.div_ceil(dtype.size()).max(1);
+        let block = count.div_ceil(members.max(1));
+        let all = || Blocks::cut(flat(block * members), &vec![block; members]);
+        let (inputs, outputs) = match kind {
+            Kind::AllReduce | Kind::Broadcast { .. } | Kind::Reduce { .. } => (one(count), one(count)),
+            Kind::AllGather | Kind::Gather { .. } => (one(block), all()),
+            Kind::ReduceScatter | Kind::Scatter { .. } => (all(), one(block)),
+            Kind::AllToAll => (all(), all()),
+            Kind::Barrier => return Some(Collective { kind, parts: SmallVec::new() }),
+            Kind::Send { .. } | Kind::Recv { .. } => return None,
+        };
+        let reduction = reduction.filter(|_| kind.reduces());
+        Some(Collective { kind, parts: SmallVec::from_iter([Part { dtype, reduction, inputs, outputs }]) })
+    }
+
     /// Bytes read and written by this rank.
     pub fn bytes(&self) -> (usize, usize) {
         let mut total = (0usize, 0usize);

@@ -27,6 +27,7 @@ use sha2::{Digest as _, Sha256};
 use crate::{
     pjrt::{Client, CompileOptions, Loaded, PjrtError, Value},
     program::Program,
+    progress::{self, Subject},
 };
 
 const MAGIC: &[u8; 16] = b"podring program1";
@@ -296,12 +297,19 @@ impl Cache {
 
     /// The program on these devices. Compiled once however many threads ask: the others wait for the first.
     pub fn get(&self, program: &Program, devices: &[i64]) -> Result<Arc<Loaded>, PjrtError> {
-        self.get_with(program, devices, self.share.as_deref().map(|share| Shared { share, go_on: &|| true }))
+        self.get_for("", program, devices)
+    }
+
+    /// The same for a group, named to people if it takes long.
+    pub fn get_for(&self, group: &str, program: &Program, devices: &[i64]) -> Result<Arc<Loaded>, PjrtError> {
+        let shared = self.share.as_deref().map(|share| Shared { share, go_on: &|| true });
+        self.get_with(group, program, devices, shared)
     }
 
     /// The same, shared with others than those that this cache was made with.
     pub fn get_with(
         &self,
+        group: &str,
         program: &Program,
         devices: &[i64],
         shared: Option<Shared>,
@@ -321,7 +329,7 @@ impl Cache {
                     *loaded
                 }
                 Turn::Mine(claimed) => {
-                    let compiled = self.compile(program, devices);
+                    let compiled = self.compile(group, program, devices);
                     let bytes = compiled.as_ref().ok().and_then(|loaded| self.save(&key, loaded, claimed.is_some()));
                     if let (Some(Shared { share, .. }), Some(name)) = (shared, &claimed)
                         && let Err(error) = share.publish(name, bytes.as_deref().map(wrap).as_deref())
@@ -418,10 +426,11 @@ impl Cache {
         }
     }
 
-    fn compile(&self, program: &Program, devices: &[i64]) -> Result<Loaded, PjrtError> {
+    fn compile(&self, group: &str, program: &Program, devices: &[i64]) -> Result<Loaded, PjrtError> {
         let mut options = CompileOptions::on(devices.iter().copied());
         options.overrides.clone_from(&self.overrides);
-        let loaded = self.client.compile(&program.text, &options)?;
+        let subject = Subject { program, group, devices: devices.len() };
+        let loaded = progress::watched(&subject, || self.client.compile(&program.text, &options))?;
         self.compiled.fetch_add(1, Ordering::Relaxed);
         Ok(loaded)
     }

@@ -8,5 +8,6 @@ pub mod cache;
 pub mod engine;
 pub mod pjrt;
 pub mod program;
+mod progress;
 pub mod readback;
 pub mod slice;

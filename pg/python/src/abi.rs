@@ -107,6 +107,14 @@ struct RawMemory {
     dtype: u8,
 }
 
+#[repr(C)]
+struct RawSized {
+    kind: u32,
+    dtype: u8,
+    reduction: u8,
+    bytes: u64,
+}
+
 /// RawMemory's dtype for an element type that no collective knows.
 const NO_DTYPE: u8 = 255;
 
@@ -166,6 +174,7 @@ pub(crate) struct Core {
         *mut RawError,
     ) -> i32,
     device_world: unsafe extern "C" fn(*mut ProcessGroup),
+    group_warm_up: unsafe extern "C" fn(*mut ProcessGroup, *const RawSized, u64, *mut u64, *mut RawError) -> i32,
 }
 
 // SAFETY: function pointers and a pointer to a static string.
@@ -208,6 +217,7 @@ pub(crate) static CORE: Core = Core {
     device_memory,
     device_adopt,
     device_world,
+    group_warm_up,
 };
 
 pub(crate) fn write_error(out: *mut RawError, status: i32, message: &str) -> i32 {
@@ -422,8 +432,12 @@ pub(crate) fn text(pointer: *const c_char) -> String {
 
 unsafe extern "C" fn group_create(raw: *const RawConfig, out: *mut *mut ProcessGroup, error: *mut RawError) -> i32 {
     guarded(error, || {
+        crate::log::begin();
         // SAFETY: a valid config by the header.
         let raw = unsafe { &*raw };
+        if raw.global_ranks.is_null() {
+            podring_log::set_rank(raw.rank);
+        }
         let store: Arc<dyn Store> = Arc::new(ForeignStore(parking_lot::Mutex::new(raw.store)));
         let global_ranks = (!raw.global_ranks.is_null()).then(|| {
             // SAFETY: `size` entries by the header.
@@ -615,6 +629,59 @@ unsafe extern "C" fn post(
         unsafe { out.write(Box::into_raw(Box::new(work))) };
         Ok(())
     })
+}
+
+unsafe extern "C" fn group_warm_up(
+    handle: *mut ProcessGroup,
+    calls: *const RawSized,
+    n_calls: u64,
+    ready: *mut u64,
+    error: *mut RawError,
+) -> i32 {
+    guarded(error, || {
+        // SAFETY: a live handle by the header.
+        let group = unsafe { group(handle) };
+        let raw = match n_calls {
+            0 => &[],
+            // SAFETY: that many calls by the header.
+            count => unsafe { std::slice::from_raw_parts(calls, count as usize) },
+        };
+        let calls = raw.iter().map(|raw| sized(raw, group)).collect::<Result<Vec<Collective>, Error>>()?;
+        let mut done = 0;
+        group.warm(&calls, |count, _| done = count)?;
+        // SAFETY: the caller's place for the number.
+        unsafe { ready.write(done as u64) };
+        Ok(())
+    })
+}
+
+/// A call to come, as the core's own.
+fn sized(raw: &RawSized, group: &ProcessGroup) -> Result<Collective, Error> {
+    let invalid = |what: &'static str, expected: &str, got: String| Error::Invalid {
+        rank: group.rank(),
+        source: podring_collective::Invalid { op: "warm_up", what, expected: expected.to_owned(), got },
+    };
+    let dtype = DType::from_code(raw.dtype)
+        .ok_or_else(|| invalid("dtype code", "one of PodringDType", raw.dtype.to_string()))?;
+    let kind = match raw.kind {
+        0 => Op::AllReduce,
+        1 => Op::Broadcast { root: 0 },
+        2 => Op::Reduce { root: 0 },
+        3 => Op::AllGather,
+        4 => Op::ReduceScatter,
+        5 => Op::AllToAll,
+        8 => Op::Barrier,
+        other => return Err(invalid("kind", "0 to 5, or 8", other.to_string())),
+    };
+    // PREMUL_SUM's factor is an operand of its program.
+    let reduction = Reduction::from_code(raw.reduction, 1.0);
+    if kind.reduces() && reduction.is_none() {
+        return Err(invalid("reduction code", "0 to 8", raw.reduction.to_string()));
+    }
+    let bytes = usize::try_from(raw.bytes).ok().filter(|&bytes| bytes <= isize::MAX as usize / 2);
+    let bytes = bytes.ok_or_else(|| invalid("bytes", "at most 2^62", raw.bytes.to_string()))?;
+    Collective::sized(kind, dtype, reduction, bytes, group.size() as usize)
+        .ok_or_else(|| invalid("kind", "no message", kind.name().to_owned()))
 }
 
 /// The work behind a handle.

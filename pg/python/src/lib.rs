@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 
 mod abi;
 mod interposer;
+mod log;
 mod rendezvous;
 mod settings;
 mod store_abi;
@@ -32,5 +33,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("abi", table(module.py())?)?;
     topology::add_to(module)?;
     interposer::add_to(module)?;
+    log::add_to(module)?;
     Ok(())
 }

@@ -94,8 +94,14 @@ impl Rendezvous for Coordinated {
         let failed = |kind, why: String| Error::Rendezvous { kind, why, group: name.to_owned(), rank };
         let launch = Launch::from_env().map_err(|error| failed(Kind::Invalid, error.to_string()))?;
         let note = launch.check(rank, size).map_err(|error| failed(Kind::Invalid, error.to_string()))?;
+        // Variables are a host's: one of its ranks says it aloud.
+        let aloud = launch.local_rank.as_ref().is_none_or(|local| local.value == 0);
         for note in launch.notes.iter().chain(&note) {
-            tracing::info!(%note, "launcher");
+            if aloud {
+                tracing::warn!(target: "podring::launcher", "{note}");
+            } else {
+                tracing::info!(target: "podring::launcher", "{note}");
+            }
         }
         // Of another job, if it counts other processes.
         let launch = if note.is_some() { Launch::default() } else { launch };
@@ -219,7 +225,11 @@ impl Seat for Place {
             Notice::CoordinatorLost { how } if inside_rank_0 => {
                 tell(News::Lost { rank: 0, how: format!("the coordinator in its process is gone: {how}") });
             }
-            Notice::CoordinatorLost { how } => tracing::warn!(how, "the coordinator is gone"),
+            Notice::CoordinatorLost { how } => tracing::warn!(
+                target: "podring::rendezvous",
+                how,
+                "the coordinator is gone: losses are noticed by links only from now on"
+            ),
         }));
     }
 

@@ -165,6 +165,7 @@ fn wait(ms: i64) -> Duration {
 
 pub(crate) unsafe extern "C" fn open(raw: *const RawConfig, out: *mut *mut Kv, error: *mut RawError) -> i32 {
     guarded(error, || {
+        crate::log::begin();
         // SAFETY: a valid config by the header.
         let raw = unsafe { &*raw };
         let kv = open_config(raw)?;

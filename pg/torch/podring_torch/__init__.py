@@ -6,10 +6,12 @@ c10d has no stable binary interface, so a face must meet exactly the torch it wa
 
 import importlib
 import os
+from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Protocol, cast
 
-from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
+import torch
+from torch._C._distributed_c10d import Backend, ReduceOp, Store, _DistributedBackendOptions
 
 _PREFIX = "_face_"
 
@@ -27,6 +29,7 @@ class Face(Protocol):
     """What the compiled module offers."""
 
     torch_version: str
+    TpuBackend: type[Backend]
 
     def create(
         self, opts: _DistributedBackendOptions, backend_options: Backend.Options | None = None, name: str = "tpu"
@@ -35,6 +38,8 @@ class Face(Protocol):
     def set_torch_tpu(self, version: str) -> None: ...
 
     def lend_world(self, backend: Backend) -> None: ...
+
+    def warm_up(self, backend: Backend, calls: Sequence[tuple[int, torch.dtype, ReduceOp, int]]) -> int: ...
 
     def drain(self, timeout: float) -> bool: ...
 

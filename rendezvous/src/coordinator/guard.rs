@@ -19,6 +19,7 @@ use tonic::transport::server::Connected;
 
 use super::stream::Caller;
 use crate::frame::MAGIC;
+use crate::seldom::Seldom;
 
 /// A switch that many can wait for, used once.
 #[derive(Clone, Default)]
@@ -174,6 +175,7 @@ impl Doors {
 
 /// Accepts until stopped. Out of descriptors is a pause, not an end.
 pub(crate) async fn accept((_mark, listener): (Marked, TcpListener), seats: Arc<Semaphore>, doors: Doors) {
+    let mut refusals = Seldom::default();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -182,14 +184,18 @@ pub(crate) async fn accept((_mark, listener): (Marked, TcpListener), seats: Arc<
         match accepted {
             Ok((stream, peer)) => {
                 let Ok(permit) = Arc::clone(&seats).try_acquire_owned() else {
-                    tracing::warn!(%peer, "connection refused: too many");
+                    if refusals.may(Instant::now().into_std()) {
+                        tracing::warn!(%peer, "refusing connections: as many as may be are open");
+                    }
                     continue;
                 };
                 let _ = stream.set_nodelay(true);
                 tokio::spawn(doors.clone().admit(stream, permit));
             }
             Err(error) => {
-                tracing::warn!(%error, "accept");
+                if refusals.may(Instant::now().into_std()) {
+                    tracing::warn!(%error, "a connection can't be accepted");
+                }
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         }

@@ -59,6 +59,8 @@ pub struct Config {
     pub store: keyvalue::Limits,
     /// Of the membership.
     pub roster: roster::Limits,
+    /// Losses are warnings: whoever reads this process's messages learns of them by no exception.
+    pub aloud: bool,
 }
 
 impl Default for Config {
@@ -74,6 +76,7 @@ impl Default for Config {
             message_bytes: 64 << 20,
             store: keyvalue::Limits::default(),
             roster: roster::Limits::default(),
+            aloud: false,
         }
     }
 }
@@ -139,7 +142,7 @@ impl Coordinator {
             None => (None, instance, 0),
         };
         let roster = Roster::new(config.roster, config.silence, epoch);
-        let shared = Shared::new(instance, config.silence, config.message_bytes, roster, store, journal);
+        let shared = Shared::new(instance, config.silence, config.message_bytes, roster, store, journal, config.aloud);
 
         // Healthy peers answer a ping every half silence; twice the silence with none is a dead connection, or one
         // that never spoke our protocol.

@@ -16,7 +16,7 @@ use crate::decide::Answer;
 use crate::decide::barrier::Barriers;
 use crate::decide::keyvalue::{KeyValue, Outcome};
 use crate::decide::roster::{AgentId, Announcement, Event, Outbox, Roster, World};
-use crate::refusal::{Lost, Refusal};
+use crate::refusal::{Lost, Ranks, Refusal};
 use crate::wire;
 
 /// Events that wait for an agent that doesn't read. One more and the agent is lost.
@@ -40,6 +40,8 @@ pub(super) struct State {
     barrier_calls: FxHashMap<u64, oneshot::Sender<Result<(), Refusal>>>,
     journal: Option<Journal>,
     journal_epoch: u64,
+    /// Losses are warnings.
+    aloud: bool,
     /// Made when the first client of this host comes; `None` in it: it can't be had.
     board: Option<Option<Arc<Board>>>,
     /// When the ticker looks next, if nobody calls it sooner.
@@ -67,6 +69,7 @@ impl Shared {
         roster: Roster,
         mut store: KeyValue,
         journal: Option<Journal>,
+        aloud: bool,
     ) -> Arc<Self> {
         if journal.is_some() {
             store.keep_journal();
@@ -82,6 +85,7 @@ impl Shared {
             barrier_calls: FxHashMap::default(),
             journal,
             journal_epoch,
+            aloud,
             board: None,
             planned: None,
         };
@@ -181,7 +185,10 @@ impl Shared {
             return (board.clone(), false);
         }
         // Not under the lock: that takes milliseconds.
-        let board = Board::new().inspect_err(|error| tracing::warn!(%error, "no board of the keys")).ok().map(Arc::new);
+        let board = Board::new()
+            .inspect_err(|error| tracing::info!(%error, "no board of the keys: sets and waits take a message each"))
+            .ok()
+            .map(Arc::new);
         self.with(|state, _| {
             if let Some(board) = board.clone() {
                 state.store.keep_presence(move |key| board.print(key));
@@ -210,8 +217,9 @@ impl Shared {
         loop {
             let due = self.with(|state, now| {
                 let (gone, outbox) = state.roster.tick(now);
+                state.tell_of_late(&outbox);
                 state.deliver(outbox);
-                gone.iter().for_each(|lost| state.barriers.lost(lost));
+                gone.iter().for_each(|lost| state.gone(lost, true));
                 state.store.tick(now);
                 let world = state.roster.world().cloned();
                 state.barriers.tick(now, |rank| world.as_ref()?.host_of(rank).map(str::to_owned));
@@ -336,7 +344,7 @@ impl State {
         let (lost, outbox) = self.roster.part(agent, ranks, how);
         self.deliver(outbox);
         if let Some(lost) = lost {
-            self.gone(&lost);
+            self.gone(&lost, how.is_some());
         }
     }
 
@@ -344,7 +352,7 @@ impl State {
     pub(super) fn leave(&mut self, agent: AgentId) {
         self.lines.remove(&agent);
         if let Some(lost) = self.roster.leave(agent) {
-            self.gone(&lost);
+            self.gone(&lost, false);
         }
     }
 
@@ -375,11 +383,12 @@ impl State {
         });
         self.deliver(outbox);
         if let Some(lost) = gone {
-            self.gone(&lost);
+            self.gone(&lost, false);
         }
         let current = self.roster.epoch();
         if current != before {
-            tracing::info!(epoch = current, "formed");
+            let ranks = self.roster.world().map_or(0, |world| world.world_size);
+            tracing::info!(ranks, "epoch {current} has formed");
             self.barriers.superseded(current);
         }
         Ok(serial)
@@ -394,16 +403,38 @@ impl State {
     /// An agent is gone.
     pub(super) fn lose(&mut self, agent: AgentId, how: &str) {
         self.lines.remove(&agent);
+        let manned = self.roster.manned(agent);
         let (lost, outbox) = self.roster.lost(agent, how);
         self.deliver(outbox);
         if let Some(lost) = lost {
-            self.gone(&lost);
+            self.gone(&lost, manned);
         }
     }
 
-    pub(super) fn gone(&mut self, lost: &Lost) {
-        tracing::info!(%lost, "lost");
+    /// Ranks of the epoch are gone; `badly`: not in order.
+    fn gone(&mut self, lost: &Lost, badly: bool) {
+        let Lost { epoch, host, ranks, .. } = lost;
+        if badly && self.aloud {
+            tracing::warn!("{lost}");
+        } else if badly {
+            tracing::info!("{lost}");
+        } else if !ranks.is_empty() {
+            tracing::info!("{} on {host} left epoch {epoch}", Ranks(ranks));
+        }
         self.barriers.lost(lost);
+    }
+
+    /// The coordinator's own word for an epoch that didn't form.
+    fn tell_of_late(&self, outbox: &Outbox) {
+        let late = outbox.iter().find_map(|(_, event)| match event {
+            Event::Late(late) => Some(late),
+            _ => None,
+        });
+        match late {
+            Some(late) if self.aloud => tracing::warn!("no epoch has formed: {late}"),
+            Some(late) => tracing::info!("no epoch has formed: {late}"),
+            None => {}
+        }
     }
 
     /// A value taken for a caller who is gone goes back where it was.

@@ -92,7 +92,7 @@ impl Calls {
                     listener.set_nonblocking(true)?;
                     beside.push(listener);
                 }
-                Err(error) => tracing::warn!(%error, %address, "no Unix socket beside the port"),
+                Err(error) => tracing::info!(%error, %address, "no Unix socket beside the port"),
             }
         }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -308,7 +308,7 @@ async fn take_in(board: Arc<Board>, shared: Arc<Shared>) {
         Ok(timer) => timer,
         // Whatever anybody asks next takes it in as well, and a look now and then.
         Err(error) => {
-            tracing::warn!(%error, "no timer for sets on this host");
+            tracing::info!(%error, "no timer for sets on this host: they are looked for now and then");
             loop {
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 board.looking();

@@ -190,7 +190,7 @@ pub struct AgentStatus {
     pub host: String,
     /// Its ranks.
     pub ranks: Vec<u32>,
-    /// Since it was heard.
+    /// Since it was heard; none for one in the coordinator's own process.
     pub silent: Duration,
     /// The epoch it is in; 0 before one.
     pub epoch: u64,
@@ -319,7 +319,7 @@ impl Roster {
     /// An agent is gone: every other member of its epoch is told. One whose own rank had left in order counts as
     /// having left: nothing is known against its other ranks.
     pub fn lost(&mut self, agent: AgentId, how: &str) -> (Option<Arc<Lost>>, Outbox) {
-        let manned = self.agents.get(&agent).is_none_or(|a| a.speaker.is_none_or(|own| a.ranks.contains(&own)));
+        let manned = self.manned(agent);
         let lost = self.unlist(agent, how);
         self.agents.remove(&agent);
         let outbox = match &lost {
@@ -327,6 +327,11 @@ impl Roster {
             _ => Vec::new(),
         };
         (lost, outbox)
+    }
+
+    /// Whether an agent's own rank is still there: else its end is none that anybody is told of.
+    pub fn manned(&self, agent: AgentId) -> bool {
+        self.agents.get(&agent).is_none_or(|a| a.speaker.is_none_or(|own| a.ranks.contains(&own)))
     }
 
     /// Some of an agent's ranks are gone, as it says itself. `how` `None`: they left in order. Otherwise every other
@@ -447,7 +452,7 @@ impl Roster {
         let status = |agent: &Agent| AgentStatus {
             host: agent.host.clone(),
             ranks: agent.ranks.clone(),
-            silent: now.saturating_sub(agent.heard),
+            silent: if agent.resident { Duration::ZERO } else { now.saturating_sub(agent.heard) },
             epoch: agent.epoch,
         };
         let mut all: Vec<AgentStatus> = self.agents.values().map(status).collect();

@@ -18,6 +18,7 @@ use crate::coordinator::{Coordinator, Resident};
 use crate::decide::roster::{About, Announcement, Event, Failure, World};
 use crate::decide::seats::{Seated, Seats, Together};
 use crate::refusal::{Lost, Refusal};
+use crate::seldom::Seldom;
 use crate::session::{Access, Connection, Error, Ranks, Session, Update, connect, fresh};
 use crate::{runtime, wire};
 
@@ -105,6 +106,7 @@ struct Agent {
     /// How long who isn't heard is waited for, once a world has formed, and when the ranks are asked next.
     silence: Option<(Duration, Instant)>,
     over: bool,
+    refusals: Seldom,
     /// Tells the own rank, which waits for it, that the agent goes on without it; ends with the thread.
     alive: mpsc::Sender<()>,
 }
@@ -143,6 +145,7 @@ pub(super) fn start(listener: Listener, own: Line, speaker: u32, coordinator: Wh
         world: None,
         silence: None,
         over: false,
+        refusals: Seldom::default(),
         alive,
     };
     std::thread::Builder::new().name("podring-agent".into()).spawn(move || agent.run())?;
@@ -228,10 +231,16 @@ impl Agent {
                     self.callers.insert(self.next, Caller::new(line));
                     self.next += 1;
                 }
-                Ok(Some(_)) => tracing::warn!("a rank's connection refused: too many"),
+                Ok(Some(_)) => {
+                    if self.refusals.may(Instant::now()) {
+                        tracing::warn!("refusing ranks of this host: as many connections as may be are open");
+                    }
+                }
                 Ok(None) => return,
                 Err(error) => {
-                    tracing::warn!(%error, "a rank's connection refused");
+                    if self.refusals.may(Instant::now()) {
+                        tracing::warn!(%error, "a rank of this host can't be let in");
+                    }
                     // Out of descriptors, perhaps: no reason to spin.
                     std::thread::sleep(Duration::from_millis(1));
                     return;

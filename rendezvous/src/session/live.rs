@@ -113,7 +113,12 @@ pub(super) async fn live(
             End::Broken(how) => how,
         };
         // A coordinator that was restarted is back soon. Everybody announces itself again: the next epoch.
-        tracing::warn!(endpoint = %connection.endpoint, how, "lost the coordinator, trying again");
+        // The loss of one that isn't waited for (rank 0 has it) is told otherwise.
+        if access.patience.is_none_or(|patience| patience > connection.silence) {
+            tracing::warn!(endpoint = %connection.endpoint, how, "lost the coordinator, trying again");
+        } else {
+            tracing::info!(endpoint = %connection.endpoint, how, "lost the coordinator, trying again");
+        }
         let again = Access { timeout: access.patience.unwrap_or(connection.silence), ..access.clone() };
         let found = tokio::select! {
             found = connect(&again) => found,

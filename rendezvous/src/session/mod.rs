@@ -23,6 +23,7 @@ pub use error::Error;
 pub(crate) use live::Tell;
 pub use live::Update;
 use live::{Command, View};
+pub use podring_proto::{Agent, RankAt, StatusReply};
 use store::blocking;
 pub use store::{Asks, Store};
 

@@ -29,6 +29,8 @@ pub(super) use super::arrival::{gives, takes};
 
 /// The devices of a program, and the programs on them.
 pub(super) struct Arrangement {
+    /// The group's name.
+    name: String,
     /// The client's index of each replica's device.
     pub(super) devices: Vec<u32>,
     /// The plugin's ids of the same.
@@ -81,7 +83,7 @@ impl Arrangement {
         };
         let ids = devices.iter().map(|&device| id(device)).collect();
         let replica_of = groups.groups[0].clone();
-        Ok(Arrangement { devices, ids, groups, replica_of, programs: Mutex::default() })
+        Ok(Arrangement { name: group.to_owned(), devices, ids, groups, replica_of, programs: Mutex::default() })
     }
 
     /// The program of a key, not necessarily compiled.
@@ -109,8 +111,8 @@ impl Arrangement {
             return Ok(loaded.clone());
         }
         let loaded = match shared {
-            Some(shared) => cache.get_with(&prepared.program, &self.ids, Some(shared)),
-            None => cache.get(&prepared.program, &self.ids),
+            Some(shared) => cache.get_with(&self.name, &prepared.program, &self.ids, Some(shared)),
+            None => cache.get_for(&self.name, &prepared.program, &self.ids),
         }?;
         Ok(prepared.loaded.get_or_init(|| loaded).clone())
     }

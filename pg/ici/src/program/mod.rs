@@ -141,6 +141,14 @@ pub struct Program {
     pub outputs: Vec<Port>,
 }
 
+impl Program {
+    /// The operation's name.
+    pub fn name(&self) -> &str {
+        let name = self.text.strip_prefix("module @").and_then(|rest| rest.split(' ').next());
+        name.unwrap_or("a program")
+    }
+}
+
 /// Why there is no program.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProgramError {

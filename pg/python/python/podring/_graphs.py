@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from podring import _core
+
 log = logging.getLogger("podring")
 
 INSIDE = "collectives in compiled graphs"
@@ -83,15 +85,22 @@ def install() -> None:
     parts.compile_submod = compile_submod
 
 
+class _ToCore(logging.Handler):
+    """Has the core write a message, in a line like its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            _core.log(min(record.levelno, logging.CRITICAL), self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
 def _log_as_asked() -> None:
-    """PODRING_LOG=info or =debug shows podring's Python messages on stderr."""
-    level = os.environ.get("PODRING_LOG", "").strip().upper()
-    if level in ("INFO", "DEBUG") and not log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(f"podring[rank {os.environ.get('RANK', '0')}]: %(message)s"))
-        log.addHandler(handler)
+    """PODRING_LOG says what is shown; without it Python's own settings of logging do."""
+    if os.environ.get("PODRING_LOG", "").strip() and not log.handlers:
+        log.addHandler(_ToCore())
         log.propagate = False
-        log.setLevel(level)
+        log.setLevel(_core.log_level())
 
 
 def _count(what: str, count: int) -> None:
