@@ -143,6 +143,8 @@ struct Shared {
     /// This rank: which slice of those, and which member of it.
     slice: usize,
     me: usize,
+    /// The group's own channel of the fabric, whose failure ends the launches of its members.
+    group: u64,
     /// None in a group within one slice.
     channels: Option<Channels>,
     line: Arc<Line>,
@@ -189,6 +191,7 @@ impl Across {
             touched: touched.to_vec(),
             slice,
             me: me as usize,
+            group: opening.channel,
             channels,
             line,
             inside_seq: AtomicU64::new(0),
@@ -383,14 +386,17 @@ impl Shared {
         Broken::Host(Arc::new(failure.numbered(counterpart).unwrap_or_else(|| aborted_host(failure))))
     }
 
-    /// Fails everything: here, in this slice, and for the counterparts.
-    fn fail(&self, broken: Broken) {
+    /// Fails everything: here, and for the counterparts. `told`: the other members of this slice know.
+    fn fail(&self, broken: Broken, told: bool) {
         {
             let mut queue = self.queue.lock();
             if queue.broken.is_some() {
                 return;
             }
             queue.broken = Some(broken.clone());
+        }
+        if !told {
+            self.tell(&broken);
         }
         let waiting = self.line.withdraw(self);
         // Each is told with its own numbers of the ranks, in words if it has none for one of them.
@@ -414,6 +420,20 @@ impl Shared {
         for job in waiting {
             self.end(job, Some(broken.clone()));
         }
+    }
+
+    /// Tells the whole group. Who waits for this rank in a program of the slice's hears of it by nothing else.
+    fn tell(&self, broken: &Broken) {
+        let why = match broken {
+            Broken::Host(failure) => match **failure {
+                HostFailure::PeerLost { .. } | HostFailure::Aborted { .. } => Ok((**failure).clone()),
+                // A table has the numbers of another channel's operations.
+                _ => Err(failure.to_string()),
+            },
+            Broken::Device(failure) => Err(failure.to_string()),
+        };
+        let by = Some(self.touched[self.slice][self.me]);
+        self.process.hub.fail(self.group, why.unwrap_or_else(|why| HostFailure::Aborted { by, why }));
     }
 
     fn end(&self, job: Job, broken: Option<Broken>) {
@@ -462,7 +482,7 @@ impl Shared {
                         None => shared.advance(job),
                         Some(failure) => {
                             let broken = shared.broken_inside(&failure);
-                            shared.stop(job, broken);
+                            shared.stop(job, broken, true);
                         }
                     });
                     if let Some(goes_on) = ticket.on_end(goes_on) {
@@ -476,7 +496,7 @@ impl Shared {
                 (Some(Step::Between(collective) | Step::Host(collective)), None) => {
                     let why = format!("{collective} within one slice asked for the network between slices");
                     let why = HostFailure::Aborted { by: None, why };
-                    return self.broken(job, Broken::Host(Arc::new(why)));
+                    return self.broken(job, Broken::Host(Arc::new(why)), false);
                 }
             };
             let between = self.channels.is_some_and(|channels| channels.between == channel);
@@ -500,7 +520,7 @@ impl Shared {
                         }
                         Some(failure) => {
                             let broken = if between { shared.broken_between(&failure) } else { Broken::Host(failure) };
-                            shared.stop(job, broken);
+                            shared.stop(job, broken, false);
                         }
                     });
                     if let Some(goes_on) = ticket.on_end(goes_on) {
@@ -509,7 +529,7 @@ impl Shared {
                 }
                 Err(error) => {
                     let why = HostFailure::Aborted { by: None, why: error.to_string() };
-                    return self.broken(job, Broken::Host(Arc::new(why)));
+                    return self.broken(job, Broken::Host(Arc::new(why)), false);
                 }
             }
             return None;
@@ -517,16 +537,16 @@ impl Shared {
     }
 
     /// Ends a job that failed, and with it its group; then what is next.
-    fn broken(&self, job: Job, broken: Broken) -> Option<(Arc<Shared>, Job)> {
-        self.fail(broken.clone());
+    fn broken(&self, job: Job, broken: Broken, told: bool) -> Option<(Arc<Shared>, Job)> {
+        self.fail(broken.clone(), told);
         let (first, queued) = (self.queue.lock().broken.clone(), job.queued);
         self.end(job, Some(first.unwrap_or(broken)));
         if queued { self.line.next() } else { None }
     }
 
     /// The same, and goes on with that.
-    fn stop(&self, job: Job, broken: Broken) {
-        if let Some((group, job)) = self.broken(job, broken) {
+    fn stop(&self, job: Job, broken: Broken, told: bool) {
+        if let Some((group, job)) = self.broken(job, broken, told) {
             group.advance(job);
         }
     }
@@ -603,7 +623,7 @@ impl Engine for Across {
     }
 
     fn fail(&self, by: Option<u32>, why: &str) {
-        self.0.fail(Broken::Device(Arc::new(Failure::Aborted { by, why: why.to_owned() })));
+        self.0.fail(Broken::Device(Arc::new(Failure::Aborted { by, why: why.to_owned() })), true);
     }
 
     fn broken(&self) -> Option<Broken> {

@@ -72,6 +72,8 @@ pub trait Peers: Send + Sync {
     fn most(&self, numbers: &mut [u64], limit: Duration) -> Result<(), String>;
     /// Why the group is over, if that came to be known otherwise than by a program.
     fn over(&self) -> Option<String>;
+    /// Tells the others that the group has failed here, as far as nothing else does: it is over for them too.
+    fn fail(&self, why: &str);
     /// Where members hand each other compiled programs, so that one compiles and the others get it.
     fn share(&self) -> Option<&dyn Share> {
         None
@@ -295,7 +297,17 @@ fn thread(name: &str, act: impl FnOnce() + Send + 'static) -> Result<(), PjrtErr
 }
 
 impl Group {
+    /// Fails everything under way and to come, here.
     fn fail(&self, failure: Arc<Failure>) {
+        self.break_with(failure, false);
+    }
+
+    /// The same on all members.
+    fn fail_all(&self, failure: Arc<Failure>) {
+        self.break_with(failure, true);
+    }
+
+    fn break_with(&self, failure: Arc<Failure>, tell: bool) {
         let tickets = {
             let mut state = self.state.lock();
             if state.failed.is_some() {
@@ -307,6 +319,10 @@ impl Group {
             }
             std::mem::take(&mut state.live)
         };
+        if tell {
+            // Before the caller hears of it, who may end the process.
+            self.peers.fail(&failure.to_string());
+        }
         for ticket in tickets {
             ticket.end(Some(failure.clone()));
         }

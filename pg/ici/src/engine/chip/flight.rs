@@ -27,6 +27,9 @@ use crate::{
 /// How often deadlines of running programs are looked at.
 const TICK: Duration = Duration::from_millis(20);
 
+/// What failed when a program did.
+const RUNNING: &str = "running";
+
 /// A call on its way to the device.
 pub(super) struct Job {
     pub group: Arc<Group>,
@@ -81,7 +84,8 @@ pub(super) fn land(landed: &mpsc::Receiver<Landed>, chip: &Weak<Chip>) {
         let limit = if flights.is_empty() { Duration::from_secs(5) } else { TICK };
         match landed.recv_timeout(limit) {
             Ok(Landed::Started(flight)) => flights.push(flight),
-            Ok(Landed::Some) | Err(mpsc::RecvTimeoutError::Timeout) => {}
+            Ok(Landed::Some) => {}
+            Err(mpsc::RecvTimeoutError::Timeout) => flights.iter().for_each(|flight| flight.job.group.heed()),
             Err(mpsc::RecvTimeoutError::Disconnected) => return,
         }
         // The thread that held the last flight of a chip that is gone is this one.
@@ -94,7 +98,7 @@ pub(super) fn land(landed: &mpsc::Receiver<Landed>, chip: &Weak<Chip>) {
             match flight.event.is_ready() {
                 Ok(false) => {
                     if now >= flight.job.deadline {
-                        flight.job.group.fail(Arc::new(flight.job.overdue()));
+                        flight.job.group.fail_all(Arc::new(flight.job.overdue()));
                     }
                     index += 1;
                 }
@@ -149,7 +153,7 @@ impl Job {
         group.state.lock().current = None;
         match outcome {
             Err(failure) => {
-                group.fail(failure.clone());
+                group.fail_of(failure.clone());
                 self.end(Some(failure));
             }
             Ok((prepared, outputs, event)) => {
@@ -265,7 +269,7 @@ impl Job {
             |_, _, buffer| outputs.push(buffer),
             |_, event| done = Some(event),
         );
-        outcome.map_err(|error| self.plugin_failure("running", error))?;
+        outcome.map_err(|error| self.plugin_failure(RUNNING, error))?;
         self.ticket.stamp(|times| times.returned = now());
         chip.launched.fetch_add(1, Relaxed);
         match done {
@@ -299,6 +303,24 @@ impl Job {
     }
 }
 
+impl Group {
+    /// Fails if another member has told of a failure.
+    fn heed(&self) {
+        if let Some(why) = self.peers.over() {
+            self.fail(Arc::new(Failure::Aborted { by: None, why }));
+        }
+    }
+
+    /// Fails the group of a call that failed. Whoever plays a program has told the others of what failed in it.
+    fn fail_of(&self, failure: Arc<Failure>) {
+        if self.chip.played && matches!(*failure, Failure::Plugin { doing: RUNNING, .. }) {
+            self.fail(failure);
+        } else {
+            self.fail_all(failure);
+        }
+    }
+}
+
 /// What lets go of memory may do anything: never on the chip's own threads.
 pub(super) fn release(runner: &Runner, keep: Keep) {
     runner(Box::new(move || drop(keep)));
@@ -309,7 +331,7 @@ impl Flight {
     fn end(self) {
         let Flight { mut job, prepared, mut outputs, event } = self;
         let group = job.group.clone();
-        let outcome = event.wait().map_err(|error| job.plugin_failure("running", error));
+        let outcome = event.wait().map_err(|error| job.plugin_failure(RUNNING, error));
         job.ticket.stamp(|times| times.computed = now());
         let outcome = outcome.and_then(|()| {
             if job.call.inputs.is_some() {
@@ -334,7 +356,7 @@ impl Flight {
         });
         drop(outputs);
         if let Err(failure) = &outcome {
-            group.fail(failure.clone());
+            group.fail_of(failure.clone());
         }
         job.end(outcome.err());
     }
