@@ -86,18 +86,43 @@ pub(crate) struct Line(Mutex<Waiting>);
 
 #[derive(Default)]
 struct Waiting {
-    busy: bool,
+    /// Whose turn it is.
+    now: Option<Ahead>,
     jobs: VecDeque<(Arc<Shared>, Job)>,
+    /// A thread looks at the deadlines of those who wait.
+    watched: bool,
 }
+
+/// An operation that others wait behind.
+struct Ahead {
+    group: Arc<Shared>,
+    op: &'static str,
+    seq: u64,
+}
+
+impl Ahead {
+    fn new(group: &Arc<Shared>, job: &Job) -> Ahead {
+        Ahead { group: group.clone(), op: job.call.collective.kind.name(), seq: job.operation.ticket.seq() }
+    }
+}
+
+/// How often deadlines of what waits are looked at.
+const LOOK: Duration = Duration::from_millis(50);
 
 impl Line {
     /// The job, if it is its turn; else it waits for it.
-    fn take(&self, group: &Arc<Shared>, job: Job) -> Option<Job> {
+    fn take(self: &Arc<Self>, group: &Arc<Shared>, job: Job) -> Option<Job> {
         let mut waiting = self.0.lock();
-        if !std::mem::replace(&mut waiting.busy, true) {
+        if waiting.now.is_none() {
+            waiting.now = Some(Ahead::new(group, &job));
             return Some(job);
         }
         waiting.jobs.push_back((group.clone(), job));
+        if !waiting.watched {
+            let line = Arc::downgrade(self);
+            let watch = move || while line.upgrade().is_some_and(|line| line.look()) {};
+            waiting.watched = std::thread::Builder::new().name("podring-line".to_owned()).spawn(watch).is_ok();
+        }
         None
     }
 
@@ -105,8 +130,31 @@ impl Line {
     fn next(&self) -> Option<(Arc<Shared>, Job)> {
         let mut waiting = self.0.lock();
         let next = waiting.jobs.pop_front();
-        waiting.busy = next.is_some();
+        let now = next.as_ref().map(|(group, job)| Ahead::new(group, job));
+        let ended = std::mem::replace(&mut waiting.now, now);
+        drop(waiting);
+        drop(ended);
         next
+    }
+
+    /// Fails what is overdue before its turn has come; after a moment. Whether anything still waits.
+    fn look(&self) -> bool {
+        std::thread::sleep(LOOK);
+        let (overdue, ahead, goes_on) = {
+            let mut waiting = self.0.lock();
+            let now = Instant::now();
+            let (overdue, others): (VecDeque<_>, VecDeque<_>) =
+                std::mem::take(&mut waiting.jobs).into_iter().partition(|(_, job)| now >= job.end);
+            waiting.jobs = others;
+            waiting.watched = !waiting.jobs.is_empty();
+            let ahead = waiting.now.as_ref().filter(|_| !overdue.is_empty());
+            let ahead = ahead.map(|Ahead { group, op, seq }| format!("{op}, seq {seq}, of group {}", group.name));
+            (overdue, ahead, waiting.watched)
+        };
+        for (group, job) in overdue {
+            group.late(job, ahead.clone());
+        }
+        goes_on
     }
 
     /// What a group has waiting.
@@ -136,6 +184,7 @@ struct Channels {
 }
 
 struct Shared {
+    name: String,
     process: Arc<Process>,
     inside: Box<dyn Within>,
     /// Positions in the group of each slice's members.
@@ -186,6 +235,7 @@ impl Across {
         };
         let channels = if touched.len() > 1 { Some(channels()?) } else { None };
         Ok(Across(Arc::new(Shared {
+            name: opening.name.to_owned(),
             process: opening.process.clone(),
             inside,
             touched: touched.to_vec(),
@@ -536,12 +586,26 @@ impl Shared {
         }
     }
 
-    /// Ends a job that failed, and with it its group; then what is next.
-    fn broken(&self, job: Job, broken: Broken, told: bool) -> Option<(Arc<Shared>, Job)> {
+    /// Ends a job that failed, and with it its group.
+    fn end_all(&self, job: Job, broken: Broken, told: bool) {
         self.fail(broken.clone(), told);
-        let (first, queued) = (self.queue.lock().broken.clone(), job.queued);
+        let first = self.queue.lock().broken.clone();
         self.end(job, Some(first.unwrap_or(broken)));
+    }
+
+    /// The same for one whose turn it was; then what is next.
+    fn broken(&self, job: Job, broken: Broken, told: bool) -> Option<(Arc<Shared>, Job)> {
+        let queued = job.queued;
+        self.end_all(job, broken, told);
         if queued { self.line.next() } else { None }
+    }
+
+    /// The same for one whose turn came too late.
+    fn late(&self, job: Job, ahead: Option<String>) {
+        let ticket = &job.operation.ticket;
+        let after_ms = u64::try_from(ticket.timeout().as_millis()).unwrap_or(u64::MAX);
+        let failure = Failure::Queued { op: job.call.collective.to_string(), seq: ticket.seq(), after_ms, ahead };
+        self.end_all(job, Broken::Device(Arc::new(failure)), false);
     }
 
     /// The same, and goes on with that.

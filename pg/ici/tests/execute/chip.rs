@@ -1,6 +1,9 @@
 //! A process's own chip: what its groups make of failures and deadlines. XLA's CPU plugin with one device stands for it.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use parking_lot::{Condvar, Mutex};
 use podring_collective::{Blocks, Collective, DType, Kind, Layout, Part, Reduction, Tensor};
@@ -81,4 +84,32 @@ fn a_launch_that_fails_is_told_to_the_others() {
     let (seat, peers) = open(&chip, 8, "other");
     seat.fail(podring_ici::engine::Failure::Aborted { by: None, why: "enough".to_owned() });
     assert!(peers.told.lock().is_empty());
+}
+
+#[test]
+fn a_call_that_waits_behind_another_groups_fails_at_its_own_deadline() {
+    let Some(chip) = chip(&[]) else { return };
+    let ((slow, held), (quick, peers)) = (open(&chip, 7, "slow"), open(&chip, 8, "quick"));
+    let (mut first, mut second, mut third) = ([1.0; 4], [1.0; 4], [1.0; 4]);
+    *held.shut.lock() = true;
+    let ahead = all_reduce(&slow, 5, &mut first, LONG);
+    let start = Instant::now();
+    let late = all_reduce(&quick, 3, &mut second, Duration::from_millis(200));
+    assert_eq!(late.wait(Some(LONG), || false), Waited::Ended);
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    let failure = late.failure().unwrap().to_string();
+    let expected =
+        "all_reduce, seq 3: the timeout of 200 ms passed while it waited behind all_reduce, seq 5, of group slow";
+    assert_eq!(failure, expected);
+    assert_eq!(*peers.told.lock(), [failure]);
+    // The one ahead is none the worse, nor is what comes behind.
+    assert!(!ahead.ended() && quick.failure().is_some());
+    let behind = all_reduce(&slow, 6, &mut third, LONG);
+    *held.shut.lock() = false;
+    held.opened.notify_all();
+    for ticket in [ahead, behind] {
+        assert_eq!(ticket.wait(Some(LONG), || false), Waited::Ended);
+        assert_eq!(ticket.failure(), None);
+    }
+    assert_eq!((first, third), ([1.0; 4], [1.0; 4]));
 }

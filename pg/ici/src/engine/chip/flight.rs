@@ -5,10 +5,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
 use podring_collective::Keep;
 use smallvec::SmallVec;
 
-use super::{Chip, Group, Launcher, thread};
+use super::{Chip, Group, queue::Queue};
 use crate::{
     cache::Shared,
     engine::{
@@ -52,7 +53,7 @@ type Launched = (Arc<Prepared>, SmallVec<[Buffer; 1]>, Event);
 
 pub(super) enum Landed {
     Started(Box<Flight>),
-    /// Some program is done.
+    /// Some program is done, or there is something else to look at.
     Some,
 }
 
@@ -70,22 +71,20 @@ impl OnReady for Bell {
     }
 }
 
-/// A thread that runs calls one after another, until nobody can send any.
-pub(super) fn launcher() -> Result<Arc<Launcher>, PjrtError> {
-    let (jobs, posted) = mpsc::channel::<Job>();
-    thread("podring-chip", move || posted.into_iter().for_each(Job::run))?;
-    Ok(Arc::new(jobs))
-}
-
-/// Waits for programs that were not done when they were launched, and for their deadlines.
-pub(super) fn land(landed: &mpsc::Receiver<Landed>, chip: &Weak<Chip>) {
+/// Waits for programs that were not done when they were launched, and for their deadlines and those of calls whose turn
+/// hasn't come.
+pub(super) fn land(landed: &mpsc::Receiver<Landed>, queue: &Mutex<Queue>, chip: &Weak<Chip>) {
     let mut flights: Vec<Box<Flight>> = Vec::new();
     loop {
-        let limit = if flights.is_empty() { Duration::from_secs(5) } else { TICK };
+        let idle = flights.is_empty() && !queue.lock().watched();
+        let limit = if idle { Duration::from_secs(5) } else { TICK };
         match landed.recv_timeout(limit) {
             Ok(Landed::Started(flight)) => flights.push(flight),
             Ok(Landed::Some) => {}
-            Err(mpsc::RecvTimeoutError::Timeout) => flights.iter().for_each(|flight| flight.job.group.heed()),
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                queue.lock().idle();
+                flights.iter().for_each(|flight| flight.job.group.heed());
+            }
             Err(mpsc::RecvTimeoutError::Disconnected) => return,
         }
         // The thread that held the last flight of a chip that is gone is this one.
@@ -93,6 +92,10 @@ pub(super) fn land(landed: &mpsc::Receiver<Landed>, chip: &Weak<Chip>) {
             return;
         }
         let now = Instant::now();
+        let overdue = queue.lock().overdue(now);
+        for (group, failure) in overdue {
+            group.fail_all(Arc::new(failure));
+        }
         let mut index = 0;
         while let Some(flight) = flights.get(index) {
             match flight.event.is_ready() {
@@ -119,6 +122,15 @@ impl Job {
         }
     }
 
+    fn never_launched(&self) -> Failure {
+        Failure::Queued {
+            op: self.call.collective.to_string(),
+            seq: self.ticket.seq(),
+            after_ms: u64::try_from(self.ticket.timeout().as_millis()).unwrap_or(u64::MAX),
+            ahead: None,
+        }
+    }
+
     fn plugin_failure(&self, doing: &'static str, error: PjrtError) -> Arc<Failure> {
         Arc::new(Failure::Plugin {
             doing,
@@ -133,6 +145,7 @@ impl Job {
     /// On a thread of the chip's.
     pub fn run(self) {
         let group = self.group.clone();
+        group.chip.queue.lock().leave(&self.ticket);
         let launching = Launching::until(self.deadline, self.mark).watching({
             let peers = group.peers.clone();
             move || peers.over()
@@ -147,7 +160,7 @@ impl Job {
             state.current = Some(launching.clone());
         }
         let outcome = match self.deadline.checked_duration_since(Instant::now()) {
-            None => Err(Arc::new(self.overdue())),
+            None => Err(Arc::new(self.never_launched())),
             Some(_) => launching.run(|| self.launch(&launching)),
         };
         group.state.lock().current = None;
