@@ -32,7 +32,7 @@ use std::{
 use parking_lot::Mutex;
 use podring_collective::{Blocks, Collective, Kind, Part, Reduction, Tensor};
 use podring_fabric::error::Failure as HostFailure;
-use podring_fabric::hub::{Call, Callback, ChannelSpec, State, Waited};
+use podring_fabric::hub::{Call, Callback, ChannelSpec, State, Ticket as HostTicket, Waited};
 use podring_ici::engine::{self as ici, Failure, Ticket, Times};
 use podring_ici::pjrt::Buffer;
 use smallvec::SmallVec;
@@ -61,6 +61,12 @@ struct Job {
     end: Instant,
     /// Collectives run one after another; messages beside them.
     queued: bool,
+}
+
+/// What a step waits for.
+enum Posted {
+    Inside(Arc<Ticket>),
+    Fabric { ticket: Arc<HostTicket>, between: bool },
 }
 
 /// An operation as its caller sees it.
@@ -527,19 +533,8 @@ impl Shared {
                 (Some(Step::Inside(collective)), _) => {
                     let seq = self.inside_seq.fetch_add(1, Relaxed);
                     let ticket = self.inside.start(seq, DeviceCall::staged(*collective), left);
-                    let (shared, done) = (self.clone(), ticket.clone());
-                    let goes_on: Callback = Box::new(move || match done.failure() {
-                        None => shared.advance(job),
-                        Some(failure) => {
-                            let broken = shared.broken_inside(&failure);
-                            shared.stop(job, broken, true);
-                        }
-                    });
-                    if let Some(goes_on) = ticket.on_end(goes_on) {
-                        // Never deeper than a few steps: the next one has to be waited for.
-                        goes_on();
-                    }
-                    return None;
+                    let posted = Posted::Inside(ticket.clone());
+                    return self.then(job, posted, |callback| ticket.on_end(callback));
                 }
                 (Some(Step::Between(collective)), Some(channels)) => (collective, channels.between),
                 (Some(Step::Host(collective)), Some(channels)) => (collective, channels.host),
@@ -557,32 +552,60 @@ impl Shared {
             }
             .fetch_add(1, Relaxed);
             let call = Call { channel, seq, collective: *collective, keep: None, timeout: left, sync: false, mark: 0 };
-            match self.process.hub.post(call) {
+            return match self.process.hub.post(call) {
                 Ok(ticket) => {
-                    let (shared, done) = (self.clone(), ticket.clone());
-                    let goes_on: Callback = Box::new(move || match done.failure() {
-                        None => {
-                            if let Some(source) = done.source() {
-                                let _ = job.operation.source.set(source);
-                            }
-                            shared.process.hub.recycle(done);
-                            shared.advance(job);
-                        }
-                        Some(failure) => {
-                            let broken = if between { shared.broken_between(&failure) } else { Broken::Host(failure) };
-                            shared.stop(job, broken, false);
-                        }
-                    });
-                    if let Some(goes_on) = ticket.on_end(goes_on) {
-                        goes_on();
-                    }
+                    let posted = Posted::Fabric { ticket: ticket.clone(), between };
+                    self.then(job, posted, |callback| ticket.on_end(callback))
                 }
                 Err(error) => {
                     let why = HostFailure::Aborted { by: None, why: error.to_string() };
-                    return self.broken(job, Broken::Host(Arc::new(why)), false);
+                    self.broken(job, Broken::Host(Arc::new(why)), false)
                 }
+            };
+        }
+    }
+
+    /// Goes on with a job when what it has posted has ended. If it has already, that is left to the caller: many such
+    /// steps, one after another, would take as much of the stack.
+    fn then(
+        self: Arc<Self>,
+        job: Job,
+        posted: Posted,
+        on_end: impl FnOnce(Callback) -> Option<Callback>,
+    ) -> Option<(Arc<Shared>, Job)> {
+        let waiting = Arc::new(Mutex::new(Some((job, posted))));
+        let (shared, same) = (self.clone(), waiting.clone());
+        let goes_on: Callback = Box::new(move || {
+            let taken = same.lock().take();
+            if let Some((group, job)) = taken.and_then(|(job, posted)| shared.resume(job, posted)) {
+                group.advance(job);
             }
-            return None;
+        });
+        // Given back: it has ended.
+        drop(on_end(goes_on)?);
+        let taken = waiting.lock().take();
+        taken.and_then(|(job, posted)| self.resume(job, posted))
+    }
+
+    /// The job, or what is next after one that failed.
+    fn resume(self: Arc<Self>, job: Job, posted: Posted) -> Option<(Arc<Shared>, Job)> {
+        let (broken, told) = match posted {
+            Posted::Inside(ticket) => (ticket.failure().map(|failure| self.broken_inside(&failure)), true),
+            Posted::Fabric { ticket, between } => match ticket.failure() {
+                None => {
+                    if let Some(source) = ticket.source() {
+                        let _ = job.operation.source.set(source);
+                    }
+                    self.process.hub.recycle(ticket);
+                    (None, false)
+                }
+                Some(failure) if between => (Some(self.broken_between(&failure)), false),
+                Some(failure) => (Some(Broken::Host(failure)), false),
+            },
+        };
+        match broken {
+            None => Some((self, job)),
+            Some(broken) => self.broken(job, broken, told),
         }
     }
 
@@ -606,13 +629,6 @@ impl Shared {
         let after_ms = u64::try_from(ticket.timeout().as_millis()).unwrap_or(u64::MAX);
         let failure = Failure::Queued { op: job.call.collective.to_string(), seq: ticket.seq(), after_ms, ahead };
         self.end_all(job, Broken::Device(Arc::new(failure)), false);
-    }
-
-    /// The same, and goes on with that.
-    fn stop(&self, job: Job, broken: Broken, told: bool) {
-        if let Some((group, job)) = self.broken(job, broken, told) {
-            group.advance(job);
-        }
     }
 }
 

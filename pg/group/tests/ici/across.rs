@@ -183,3 +183,36 @@ fn what_waits_in_line_fails_at_its_own_deadline() {
         heard.wait();
     });
 }
+
+/// As many of them end one after another, on one thread, which has no more stack for that than for one.
+#[test]
+fn thousands_of_operations_that_end_at_once() {
+    const MANY: usize = 4000;
+    let (Some(first), Some(second)) = (machine(1), machine(1)) else { return };
+    let posted = std::sync::Barrier::new(2);
+    run_over(&[first, second], LONG, |rank| {
+        let world = rank.world().unwrap();
+        let gather = |mine: &mut [u32], all: &mut [u32]| {
+            let outputs = if rank.rank == 0 { Blocks::cut(tensor(all), &[1, 1]) } else { Blocks::none() };
+            one(Kind::Gather { root: 0 }, DType::U32, None, Blocks::whole(tensor(mine)), outputs)
+        };
+        let mut mine: Vec<u32> = (0..MANY as u32).map(|index| 2 * index + rank.rank).collect();
+        let mut all = vec![0u32; 2 * MANY];
+        if rank.rank == 0 {
+            posted.wait();
+        }
+        // Of rank 1's, all wait behind this one, and then for nobody.
+        let first = post(&world, barrier());
+        let calls = mine.chunks_mut(1).zip(all.chunks_mut(2)).map(|(mine, all)| post(&world, gather(mine, all)));
+        let works: Vec<_> = calls.collect();
+        if rank.rank == 1 {
+            posted.wait();
+        }
+        first.wait(Some(LONG), || false).unwrap();
+        works.iter().for_each(|work| work.wait(Some(LONG), || false).unwrap());
+        let expected = if rank.rank == 0 { (0..2 * MANY as u32).collect() } else { vec![0; 2 * MANY] };
+        assert_eq!(all, expected);
+        finish(&world, barrier()).unwrap();
+        world.shutdown();
+    });
+}
