@@ -360,7 +360,8 @@ impl State {
             return Err(Refusal::UnknownSession);
         }
         let before = self.roster.epoch();
-        let outbox = self.roster.announce(now, announcement)?;
+        let mut outbox = self.roster.announce(now, announcement)?;
+        let follows = line.is_none();
         let serial = match line {
             Some(send) => {
                 self.next_line += 1;
@@ -373,11 +374,15 @@ impl State {
             Event::Lost(lost) => Some(Arc::clone(lost)),
             _ => None,
         });
+        let current = self.roster.epoch();
+        if follows && current == before {
+            // Its stream has told it already.
+            outbox.retain(|(to, _)| *to != agent);
+        }
         self.deliver(outbox);
         if let Some(lost) = gone {
             self.gone(&lost);
         }
-        let current = self.roster.epoch();
         if current != before {
             tracing::info!(epoch = current, "formed");
             self.barriers.superseded(current);
