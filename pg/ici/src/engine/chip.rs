@@ -289,7 +289,7 @@ impl Chip {
         if untold {
             let _ = self.landing.send(Landed::Some);
         }
-        group.jobs.send(job).err().map(|refused| {
+        group.jobs.send(job).map(|refused| {
             self.queue.lock().leave(&refused.ticket);
             refused.call
         })

@@ -47,8 +47,8 @@ impl Launcher {
     }
 
     /// Gives the job back if there is nobody to launch it.
-    pub fn send(&self, job: Job) -> Result<(), Job> {
-        self.jobs.send(job).map_err(|refused| refused.0)
+    pub fn send(&self, job: Job) -> Option<Job> {
+        self.jobs.send(job).err().map(|refused| refused.0)
     }
 
     /// What is under way, in words.
