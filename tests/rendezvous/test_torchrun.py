@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch.distributed import launcher
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
 
 from tests import harness, processes
 from tests.rendezvous import servers
-from tests.rendezvous.servers import HOST, server
+from tests.rendezvous.servers import HOST, server, side_by_side
 
 LIMIT = 100.0
 """Seconds for one job."""
@@ -210,8 +210,42 @@ def test_what_is_wrong_is_said() -> None:
         _torchrun.create(_parameters("localhost:0"))
     with pytest.raises(ValueError, match="read_timeout"):
         _torchrun.create(_parameters("localhost:1", read_timeout="0"))
+    with pytest.raises(ValueError, match=r"node_rank: expected 0 to 1, .* got 2"):
+        _torchrun.create(_parameters("localhost:1", node_rank="2"))
     with pytest.raises(RendezvousConnectionError, match="no podring coordinator at"):
         _torchrun.create(_parameters(f"{HOST}:{harness.free_port()}", is_host="0", read_timeout="1"))
+
+
+def test_agents_are_numbered_as_they_are_told() -> None:
+    from podring import _torchrun
+
+    def agent(run: str, number: int, address: str, shared: bool = True) -> int | str:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(not shared))
+        conf = {"node_rank": str(number), "is_host": "0", "join_timeout": "30"}
+        handler = _torchrun.create(RendezvousParameters("podring", place, run, 2, 2, address, **conf))
+        try:
+            info = handler.next_rendezvous()
+        except RendezvousStateError as error:
+            return str(error)
+        assert info.world_size == 2 and info.bootstrap_store_info is not None
+        assert "@" not in info.bootstrap_store_info.master_addr, info
+        return info.rank
+
+    with server("podring") as one:
+        place = f"{HOST}:{one.port}"
+        # By address it would be the other way round.
+        ranks = side_by_side(
+            {
+                "1": lambda: agent("ours", 1, "127.0.0.1"),
+                "0": lambda: agent("ours", 0, "127.0.0.2"),
+                "torch's 1": lambda: agent("torch's", 1, "127.0.0.1", shared=False),
+                "torch's 0": lambda: agent("torch's", 0, "127.0.0.2", shared=False),
+                "twice": lambda: agent("twice", 0, "127.0.0.1"),
+                "again": lambda: agent("twice", 0, "127.0.0.2"),
+            }
+        )
+    assert str(ranks.pop("again")).startswith("node_rank 0 is number 1 of the 2 agents that have come"), ranks
+    assert ranks == {"1": 1, "0": 0, "torch's 1": 1, "torch's 0": 0, "twice": 0}
 
 
 def test_the_state_is_exchanged_by_compare_and_set() -> None:

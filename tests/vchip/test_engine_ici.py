@@ -34,14 +34,23 @@ ALL = [
     "layouts",
     "deferred_values",
     "objects",
+    "monitored_barrier",
     "refusals",
     "functional_eager",
     "memory_stays_flat",
+    "wide_and_narrow_types",
     "compiled_collectives",
+    "compiled_but_split",
+    "twins_end_with_their_groups",
+    "device_facts",
+    "eager_training",
+    "sync_batch_norm",
     "hsdp",
     "dtensor",
     "checkpoint",
+    "checkpoint_in_background",
     "pipeline",
+    "compiled_training",
 ]
 
 
@@ -262,7 +271,7 @@ def test_an_engine_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
     program = run_program([jobs.python(), script(tmp_path, text)], 90.0, env, cwd=tmp_path)
     assert program.code == 0 and "FORMED fabric" in program.output, program.output[-4000:]
     for expected in (
-        'RAISED PODRING_ENGINE="tpu": expected fabric (what is taken if it is not set) or ici',
+        'RAISED PODRING_ENGINE="tpu": expected fabric or ici (not set: ici on a TPU, otherwise fabric)',
         'RAISED PODRING_ENGINE="ici": expected a chip that torch_tpu holds',
     ):
         assert expected in program.output, program.output[-4000:]

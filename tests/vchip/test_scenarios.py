@@ -20,6 +20,7 @@ COLLECTIVES = [
     "future_callbacks",
     "coalesced",
     "objects",
+    "monitored_barrier",
     "refusals",
     "memory_stays_flat",
     "functional_eager",
@@ -38,6 +39,7 @@ TRAINING = [
     "dtensor",
     "tensor_parallel",
     "checkpoint",
+    "checkpoint_in_background",
     "pipeline",
     "compiled_training",
 ]
@@ -50,12 +52,14 @@ FEW = [
     "aliases_keep_their_values",
     "asynchronous",
     "future_callbacks",
+    "refusals",
     "compiled_collectives",
     "twins_end_with_their_groups",
     "device_facts",
     "ddp",
     "ddp_compressed",
     "checkpoint",
+    "checkpoint_in_background",
 ]
 OURS = COLLECTIVES + TRAINING if jobs.ALL else FEW
 
@@ -71,10 +75,23 @@ def test_two_ranks(name: str) -> None:
 
 
 # What runs over torch_tpu's own process group, its collectives inside of XLA programs.
-THEIRS = ["their_collectives", "their_bitwise", "their_uneven_exchange", "ddp", "fsdp2", "compiled_training"]
-ALL_THEIRS = [*THEIRS, "their_subgroups", "hsdp", "dtensor", "tensor_parallel"]
-if not jobs.ALL:
-    THEIRS = ["their_bitwise", "ddp"]
+ALL_THEIRS = [
+    "their_collectives",
+    "their_bitwise",
+    "their_uneven_exchange",
+    "their_subgroups",
+    "their_limits",
+    "objects",
+    "eager_training",
+    "ddp",
+    "fsdp2",
+    "hsdp",
+    "dtensor",
+    "tensor_parallel",
+    "checkpoint",
+    "compiled_training",
+]
+THEIRS = ALL_THEIRS if jobs.ALL else ["their_bitwise", "ddp"]
 
 
 # Times need a quiet machine.

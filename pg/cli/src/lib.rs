@@ -4,6 +4,7 @@ mod bench;
 mod compile;
 mod coordinator;
 mod doctor;
+pub mod pod;
 mod python;
 mod run;
 mod terminal;

@@ -81,6 +81,11 @@ pub fn is_loaded() -> bool {
     TABLE.get().is_some()
 }
 
+/// Whether a framework has libtpu through this plugin.
+pub fn over_libtpu() -> bool {
+    the_table().is_some_and(|on| on.wrapped == Wrapped::Libtpu)
+}
+
 /// Why [`api`] returned null.
 pub fn failure() -> Option<String> {
     TABLE.get()?.as_ref().err().map(ToString::to_string)

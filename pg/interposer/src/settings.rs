@@ -1,6 +1,7 @@
 //! What to wrap, and which virtual chip this process is.
 
 use std::env;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use podring_ici::pjrt::{Want, find};
@@ -34,13 +35,22 @@ pub struct Place {
 }
 
 impl Settings {
-    /// `PODRING_SLICE` makes it virtual. `PODRING_PJRT_PLUGIN` names the file to wrap; else `PODRING_LIBTPU`, or XLA's
-    /// CPU plugin in the Python environment.
+    /// `PODRING_LIBTPU` names libtpu's file, on a TPU host. Otherwise `PODRING_SLICE` makes it virtual, on the plugin that
+    /// `PODRING_PJRT_PLUGIN` names or XLA's CPU plugin in the Python environment; without a slice that plugin is
+    /// forwarded.
     pub fn from_environment() -> Result<Settings, InterposeError> {
-        let file = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-        match env::var("PODRING_SLICE").ok().filter(|name| !name.trim().is_empty()) {
+        Settings::read(|name| env::var_os(name))
+    }
+
+    fn read(variable: impl Fn(&str) -> Option<OsString>) -> Result<Settings, InterposeError> {
+        let file = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        if let Some(plugin) = file("PODRING_LIBTPU") {
+            return Ok(Settings { plugin, wrapped: Wrapped::Libtpu });
+        }
+        let slice = variable("PODRING_SLICE").and_then(|name| name.into_string().ok());
+        match slice.filter(|name| !name.trim().is_empty()) {
             Some(name) => Settings::virtual_slice(&name, file("PODRING_PJRT_PLUGIN").as_deref()),
-            None => match file("PODRING_PJRT_PLUGIN").or_else(|| file("PODRING_LIBTPU")) {
+            None => match file("PODRING_PJRT_PLUGIN") {
                 Some(plugin) => Ok(Settings { plugin, wrapped: Wrapped::Libtpu }),
                 None => Err(InterposeError::NoPlugin {
                     reason: "PODRING_SLICE (a virtual slice), PODRING_PJRT_PLUGIN and PODRING_LIBTPU (libtpu's file) \
@@ -120,6 +130,19 @@ mod tests {
         assert!(matches!(at("0", "8"), Err(InterposeError::TooManyRanks { world: 8, devices: 4, .. })));
         assert!(matches!(at("x", "4"), Err(InterposeError::Variable { variable: "RANK", .. })));
         assert!(matches!(at("-1", "4"), Err(InterposeError::Variable { variable: "RANK", .. })));
+    }
+
+    #[test]
+    fn on_a_tpu_host_a_slices_name_makes_nothing_virtual() {
+        let read = |pairs: &'static [(&str, &str)]| {
+            Settings::read(|name| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()))
+        };
+        let real = read(&[("PODRING_SLICE", "v5e:2x2"), ("PODRING_LIBTPU", "l.so"), ("PODRING_PJRT_PLUGIN", "c.so")]);
+        assert_eq!(real, Ok(Settings { plugin: "l.so".into(), wrapped: Wrapped::Libtpu }));
+        let chips = read(&[("PODRING_SLICE", "v5e:2x2"), ("PODRING_LIBTPU", ""), ("PODRING_PJRT_PLUGIN", "c.so")]);
+        assert!(matches!(chips.unwrap().wrapped, Wrapped::Virtual(_)));
+        assert_eq!(read(&[("PODRING_PJRT_PLUGIN", "c.so")]).unwrap().wrapped, Wrapped::Libtpu);
+        assert!(matches!(read(&[]), Err(InterposeError::NoPlugin { .. })));
     }
 
     #[test]

@@ -48,6 +48,27 @@ fn slice_facts(name: &str) -> PyResult<(String, u64, u32, [u32; 3], u32)> {
     Ok((kind.to_owned(), memory, slice.devices(), slice.dims(), slice.slices()))
 }
 
+/// What torch_tpu wants in the environment of a rank on a TPU host, and it lacks.
+///
+/// Raises ValueError if that can't be told.
+#[pyfunction]
+fn tpu_environment() -> PyResult<HashMap<&'static str, String>> {
+    let wanted = podring_cli::pod::of_rank(|name| std::env::var(name).ok());
+    wanted.map(|found| found.into_iter().collect()).map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
+/// What runs collectives of tensors on devices in this process: "ici" or "fabric".
+///
+/// Raises ValueError if `PODRING_ENGINE` is something else.
+#[pyfunction]
+fn engine() -> PyResult<&'static str> {
+    let chosen = crate::settings::engine().map_err(|bad| PyValueError::new_err(bad.to_string()))?;
+    Ok(match chosen {
+        crate::settings::Engine::Ici => "ici",
+        crate::settings::Engine::Fabric => "fabric",
+    })
+}
+
 /// What the engine for tensors on devices has done in this process so far: (programs launched, programs compiled,
 /// programs that another rank compiled). None without such an engine, or before the first group.
 #[pyfunction]
@@ -77,6 +98,8 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(interpose, module)?)?;
     module.add_function(wrap_pyfunction!(interposed, module)?)?;
     module.add_function(wrap_pyfunction!(slice_facts, module)?)?;
+    module.add_function(wrap_pyfunction!(tpu_environment, module)?)?;
+    module.add_function(wrap_pyfunction!(engine, module)?)?;
     module.add_function(wrap_pyfunction!(engine_counts, module)?)?;
     module.add_function(wrap_pyfunction!(program_counts, module)?)?;
     Ok(())

@@ -24,16 +24,37 @@ pub fn hub() -> Result<HubConfig, Error> {
     Ok(config)
 }
 
-/// The hub's settings, and the chip if `PODRING_ENGINE` asks for it.
-pub fn process() -> Result<(HubConfig, Option<Hardware>), Error> {
-    let engine = std::env::var("PODRING_ENGINE").unwrap_or_default();
-    let devices = match engine.trim() {
-        "" | "fabric" => None,
-        "ici" => Some(Hardware::Chip(chip()?)),
+/// What runs collectives of tensors on devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Engine {
+    /// The fabric, through the host's memory.
+    Fabric,
+    /// Programs on the devices.
+    Ici,
+}
+
+/// `PODRING_ENGINE`; without it programs on a TPU, and else the fabric, which plays a virtual slice's programs too.
+pub fn engine() -> Result<Engine, BadSetting> {
+    chosen(&std::env::var("PODRING_ENGINE").unwrap_or_default(), podring_interposer::over_libtpu())
+}
+
+fn chosen(setting: &str, on_tpu: bool) -> Result<Engine, BadSetting> {
+    match setting.trim() {
+        "" if on_tpu => Ok(Engine::Ici),
+        "" | "fabric" => Ok(Engine::Fabric),
+        "ici" => Ok(Engine::Ici),
         other => {
-            let expected = "fabric (what is taken if it is not set) or ici";
-            return Err(BadSetting { variable: "PODRING_ENGINE", expected, got: other.to_owned() }.into());
+            let expected = "fabric or ici (not set: ici on a TPU, otherwise fabric)";
+            Err(BadSetting { variable: "PODRING_ENGINE", expected, got: other.to_owned() })
         }
+    }
+}
+
+/// The hub's settings, and the chip if collectives run on it.
+pub fn process() -> Result<(HubConfig, Option<Hardware>), Error> {
+    let devices = match engine()? {
+        Engine::Fabric => None,
+        Engine::Ici => Some(Hardware::Chip(chip()?)),
     };
     Ok((hub()?, devices))
 }
@@ -55,4 +76,26 @@ fn chip() -> Result<std::sync::Arc<Chip>, Error> {
         Chip::start(client, ChipOptions { slice: shared.slice, on_host: here, played: here, ..Default::default() })
     };
     start().map_err(|error| DeviceError::Client(error).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn on_a_tpu_programs_run_collectives_unless_the_fabric_is_asked_for() {
+        for (setting, on_tpu, expected) in [
+            ("", true, Engine::Ici),
+            ("", false, Engine::Fabric),
+            (" ", true, Engine::Ici),
+            ("fabric", true, Engine::Fabric),
+            ("fabric", false, Engine::Fabric),
+            ("ici", false, Engine::Ici),
+            (" ici ", true, Engine::Ici),
+        ] {
+            assert_eq!(chosen(setting, on_tpu).unwrap(), expected, "{setting:?} {on_tpu}");
+        }
+        let error = chosen("tpu", true).unwrap_err().to_string();
+        assert!(error.starts_with("PODRING_ENGINE=\"tpu\": expected fabric or ici"), "{error}");
+    }
 }

@@ -78,8 +78,8 @@ pub enum EnvironmentError {
     },
 }
 
-/// Three extents.
-pub type Bounds = [u32; 3];
+/// Extents in x, y, z, and after them the devices of a chip where each is a process.
+pub type Bounds = Vec<u32>;
 
 /// What the variables say. `None` is what no variable tells.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -110,7 +110,7 @@ pub struct Launch {
     pub slice_count: Option<Given<u32>>,
     /// The multi-slice coordinator.
     pub slice_coordinator: Option<Given<String>>,
-    /// TPU processes in x, y, z.
+    /// TPU processes in x, y, z and within a chip.
     pub process_bounds: Option<Given<Bounds>>,
     /// Chips per TPU process in x, y, z.
     pub chip_bounds: Option<Given<Bounds>>,
@@ -378,7 +378,10 @@ impl Reader<'_> {
         let mut workers = self.parsed(Fact::Worker, "a number", number)?.into_iter();
         launch.worker = workers.next();
         let Some(worker) = launch.worker.clone() else { return Ok(()) };
-        for other in workers.filter(|other| other.value != worker.value) {
+        // Beside a list of TPU processes the task counts those, as torch_tpu sets it: no other word on the worker.
+        let counts_processes =
+            |other: &Given<u32>| other.by == "CLOUD_TPU_TASK_ID" && launch.process_addresses.is_some();
+        for other in workers.filter(|other| other.value != worker.value && !counts_processes(other)) {
             let text = format!("worker {} and {}", worker.value, other.value);
             launch.notes.push(Note { decides: worker.by.clone(), other: other.by, text });
         }
@@ -408,7 +411,7 @@ impl Reader<'_> {
 
     /// The chips.
     fn bounds(&self, launch: &mut Launch) -> Result<()> {
-        const FORM: &str = "three numbers from 1, comma between";
+        const FORM: &str = "three or four numbers from 1, comma between";
         launch.process_bounds = self.same(Fact::ProcessBounds, FORM, bounds)?;
         launch.chip_bounds = self.same(Fact::ChipBounds, FORM, bounds)?;
         let chips = |text: &str| {
@@ -423,7 +426,7 @@ impl Reader<'_> {
             (matches!(extents.len(), 2 | 3) && extents.iter().all(|extent| *extent > 0)).then_some(extents)
         };
         launch.topology = self.same(Fact::Topology, "AxB or AxBxC", topology)?;
-        let show = |bounds: &Bounds| bounds.map(|extent| extent.to_string()).join(",");
+        let show = |bounds: &Bounds| bounds.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
         let product = |bounds: &[u32]| bounds.iter().map(|extent| u64::from(*extent)).product::<u64>();
         if let (Some(bounds), Some(chips)) = (&launch.chip_bounds, &launch.visible_chips)
             && product(&bounds.value) != chips.value.len() as u64
@@ -445,7 +448,8 @@ impl Reader<'_> {
         if let (Some(processes), Some(chips), Some(topology)) =
             (&launch.process_bounds, &launch.chip_bounds, &launch.topology)
         {
-            let total = product(&processes.value) * product(&chips.value);
+            // In x, y and z: a chip's devices are not in the topology.
+            let total = product(&processes.value[..3]) * product(&chips.value[..3]);
             if total != product(&topology.value) {
                 let raw = self.raw(&topology.by).unwrap_or_default();
                 let why = format!("with {}={} that makes {total} chips", chips.by, show(&chips.value));
@@ -468,7 +472,7 @@ fn list(text: &str) -> Option<Vec<String>> {
 
 fn bounds(text: &str) -> Option<Bounds> {
     let extents = text.split(',').map(|one| number(one.trim()).filter(|n| *n > 0)).collect::<Option<Vec<u32>>>()?;
-    Bounds::try_from(extents).ok()
+    matches!(extents.len(), 3 | 4).then_some(extents)
 }
 
 #[cfg(test)]

@@ -109,6 +109,65 @@ fn tpu_processes_of_one_host_are_ranks() {
 }
 
 #[test]
+fn what_torch_tpu_sets_for_a_rank_contradicts_nothing() {
+    // Rank 13 of two hosts with four tpu7x chips each, two devices to a chip; and rank 5 of four hosts with four chips.
+    let addresses = |hosts: u16, each: u16| {
+        let all = (0..hosts).flat_map(|host| (0..each).map(move |port| format!("t{host}:{}", 8070 + port)));
+        all.collect::<Vec<_>>().join(",")
+    };
+    let (two, four) = (addresses(2, 8), addresses(4, 4));
+    let tpu7x = [
+        [("RANK", "13"), ("WORLD_SIZE", "16"), ("LOCAL_RANK", "5"), ("LOCAL_WORLD_SIZE", "8")],
+        [("GROUP_RANK", "1"), ("GROUP_WORLD_SIZE", "2"), ("TPU_WORKER_ID", "1"), ("TPU_WORKER_HOSTNAMES", "t0,t1")],
+        [
+            ("CLOUD_TPU_TASK_ID", "13"),
+            ("TPU_VISIBLE_CHIPS", "5"),
+            ("TPU_VISIBLE_DEVICES", "5"),
+            ("TPU_TOPOLOGY", "2x2x2"),
+        ],
+        [
+            ("TPU_PROCESS_BOUNDS", "2,2,2,2"),
+            ("TPU_HOST_BOUNDS", "2,2,2,2"),
+            ("TPU_CHIPS_PER_PROCESS_BOUNDS", "1,1,1,1"),
+            ("TPU_CHIPS_PER_HOST_BOUNDS", "1,1,1,1"),
+        ],
+        [
+            ("TPU_PROCESS_ADDRESSES", &two),
+            ("TPU_PROCESS_PORT", "8075"),
+            ("MASTER_ADDR", "t0"),
+            ("MASTER_PORT", "29400"),
+        ],
+    ];
+    let v5e = [
+        [("RANK", "5"), ("WORLD_SIZE", "16"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")],
+        [
+            ("GROUP_RANK", "1"),
+            ("GROUP_WORLD_SIZE", "4"),
+            ("TPU_WORKER_ID", "1"),
+            ("TPU_WORKER_HOSTNAMES", "t0,t1,t2,t3"),
+        ],
+        [("CLOUD_TPU_TASK_ID", "5"), ("TPU_VISIBLE_CHIPS", "1"), ("TPU_VISIBLE_DEVICES", "1"), ("TPU_TOPOLOGY", "4x4")],
+        [
+            ("TPU_PROCESS_BOUNDS", "4,4,1"),
+            ("TPU_HOST_BOUNDS", "4,4,1"),
+            ("TPU_CHIPS_PER_PROCESS_BOUNDS", "1,1,1"),
+            ("TPU_CHIPS_PER_HOST_BOUNDS", "1,1,1"),
+        ],
+        [
+            ("TPU_PROCESS_ADDRESSES", &four),
+            ("TPU_PROCESS_PORT", "8071"),
+            ("MASTER_ADDR", "t0"),
+            ("MASTER_PORT", "29400"),
+        ],
+    ];
+    for (variables, rank) in [(tpu7x, 13), (v5e, 5)] {
+        let launch = read(&variables.concat()).unwrap();
+        assert_eq!((value(&launch.rank), value(&launch.world_size), value(&launch.worker)), (rank, 16, 1));
+        assert_eq!(launch.notes, []);
+    }
+}
+
+#[test]
 fn numbers_that_do_not_fit_tell_no_rank() {
     let launch = read(&[
         ("MEGASCALE_SLICE_ID", "4294967294"),

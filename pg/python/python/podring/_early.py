@@ -2,7 +2,8 @@
 
 torch_tpu (0.2.0) reads TPU_LIBRARY_PATH once, when its first extension module is loaded, which is when it is imported;
 so this has to come before, and neither torch nor torch_tpu may be imported here. It is called by ``podring_slice.pth``
-when the interpreter starts with PODRING_SLICE set, and again by the ``torch.backends`` hook.
+when the interpreter starts with PODRING_SLICE set, and again by the ``torch.backends`` hook. Whether the chips are
+virtual or a TPU's is decided here.
 """
 
 from __future__ import annotations
@@ -41,17 +42,52 @@ def cpu_plugin() -> Path | None:
     return None
 
 
-def tpu_here() -> bool:
-    """Whether this machine has a TPU that a process can open: a PCI device of Google's, and a driver's file for it."""
-    if not any(Path("/dev").glob("accel*")) and not Path("/dev/vfio").is_dir():
+def tpu_devices(root: Path = Path("/")) -> int:
+    """How many TPU devices this host has: PODRING_TPU_DEVICES, else Google's PCI devices that a driver's file leads to.
+
+    VFIO has a file for each; the older driver's files are counted by themselves.
+    """
+    if said := os.environ.get("PODRING_TPU_DEVICES", "").strip():
+        if not said.isascii() or not said.isdigit():
+            raise ValueError(f"PODRING_TPU_DEVICES={said}: expected how many TPU devices this host has, 0 for none")
+        return int(said)
+    found = [device for device in (root / "sys/bus/pci/devices").glob("*") if _is_googles(device)]
+    if not found:
+        return 0
+    groups = [root / "dev/vfio" / group for device in found if (group := _iommu_group(device)) is not None]
+    return sum(group.exists() for group in groups) or len(list((root / "dev").glob("accel[0-9]*")))
+
+
+def _is_googles(device: Path) -> bool:
+    try:
+        return (device / "vendor").read_text().strip() == "0x1ae0"
+    except OSError:
         return False
-    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
-        try:
-            if vendor.read_text().strip() == "0x1ae0":
-                return True
-        except OSError:
-            continue
-    return False
+
+
+def _iommu_group(device: Path) -> str | None:
+    try:
+        return (device / "iommu_group").readlink().name
+    except OSError:
+        return None
+
+
+def tpu_here() -> bool:
+    """Whether this machine has a TPU that a process can open."""
+    return tpu_devices() > 0
+
+
+def libtpu() -> Path | None:
+    """libtpu's file: PODRING_LIBTPU, else TPU_LIBRARY_PATH if that isn't podring's own, else the package's."""
+    if named := os.environ.get("PODRING_LIBTPU"):
+        return Path(named)
+    if (given := os.environ.get("TPU_LIBRARY_PATH")) and Path(given).resolve() != interposer():
+        return Path(given)
+    spec = importlib.util.find_spec("libtpu")
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        if (path := Path(folder, "libtpu.so")).is_file():
+            return path
+    return None
 
 
 NO_DEVICE = (
@@ -76,14 +112,23 @@ def explain_errors() -> None:
 
 
 def arrange() -> None:
-    """Sets TPU_LIBRARY_PATH and PODRING_PJRT_PLUGIN for a virtual slice where they are not set.
+    """Makes TPU_LIBRARY_PATH name podring's interposer, and says in the environment what that is to wrap.
 
-    Does nothing on a TPU host: there the chips are real.
+    On a virtual slice only where it isn't set: who names another plugin there is told so. On a TPU host libtpu is
+    named, by its user or by an image, and is what is wrapped.
     """
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         explain_errors()
         return
-    core, plugin = interposer(), cpu_plugin()
-    if core is not None and plugin is not None and not tpu_here():
+    core = interposer()
+    if core is None:
+        return
+    if tpu_here():
+        if (wrapped := libtpu()) is not None:
+            os.environ["PODRING_LIBTPU"] = str(wrapped)
+            os.environ["TPU_LIBRARY_PATH"] = str(core)
+    elif (plugin := cpu_plugin()) is not None:
+        # The interposer would take it for a TPU host's.
+        os.environ.pop("PODRING_LIBTPU", None)
         os.environ.setdefault("TPU_LIBRARY_PATH", str(core))
         os.environ.setdefault("PODRING_PJRT_PLUGIN", str(plugin))

@@ -13,26 +13,35 @@ SEEN_WITH = ("0.2.0",)
 """The versions of torch_tpu that all of this was tried with."""
 
 
-def before_start(slice_name: str) -> None:
+def before_start_on_tpu() -> None:
+    """What has to be so before PJRT starts on a TPU host."""
+    launch_environment_on_tpu()
+
+
+def before_start_on_virtual_slice(slice_name: str) -> None:
     """What has to be so before PJRT starts on a virtual slice."""
     launch_environment(slice_name)
     disk_cache()
 
 
-def after_start(slice_name: str) -> None:
-    """What has to be so before user code runs on a virtual slice."""
+def after_start_on_virtual_slice(slice_name: str) -> None:
+    """What has to be so before user code runs on a virtual slice, and is right on a TPU."""
     hardware(slice_name)
+    attention()
+    exit_barrier()
+
+
+def after_start() -> None:
+    """What torch_tpu lacks wherever it runs, whoever serves its tensors."""
     internal_functions()
     device_module()
     one_device()
-    attention()
-    exit_barrier()
+    sync_batch_norm()
 
 
 def for_our_backend() -> None:
     """What has to be so where podring serves "tpu" tensors."""
     compiled_collectives()
-    sync_batch_norm()
 
 
 def for_their_backend() -> None:
@@ -73,9 +82,8 @@ def program_collectives() -> None:
 
 
 def launch_environment(slice_name: str) -> None:
-    """torch_tpu 0.2.0 aborts the process when PJRT starts under a launcher (WORLD_SIZE) without these two variables.
-
-    libtpu's ranks dial the addresses; on a virtual slice nobody does.
+    """torch_tpu 0.2.0 aborts the process when PJRT starts under a launcher (WORLD_SIZE) without two variables of its
+    own. libtpu's ranks dial the addresses; on a virtual slice nobody does.
     """
     from podring import _core
 
@@ -91,6 +99,24 @@ def launch_environment(slice_name: str) -> None:
     os.environ.setdefault(
         "TORCH_TPU_SLICEBUILDER_ADDRESSES", ",".join(f"localhost:{8471 + rank}" for rank in range(world))
     )
+
+
+def launch_environment_on_tpu() -> None:
+    """The same two on a TPU, where the addresses are dialled. `podring run` sets them; for the ranks of other launchers
+    they follow from the launcher's and Cloud TPU's variables, and where those don't name the slice, torch_tpu (0.2.0)
+    finds this host's shape on the PCI bus.
+    """
+    from torch_tpu._internal.utils import hardware
+
+    from podring import _core
+
+    world = os.environ.get("WORLD_SIZE")
+    one_host = world is not None and os.environ.get("LOCAL_WORLD_SIZE", world) == world
+    if one_host and not os.environ.get("PODRING_SLICE") and "TORCH_TPU_TOPOLOGY" not in os.environ:
+        shape = hardware.get_tpu_topology(int(world or 1))
+        if shape is not None:
+            os.environ["TORCH_TPU_TOPOLOGY"] = shape
+    os.environ.update(_core.tpu_environment())
 
 
 def disk_cache() -> None:

@@ -8,11 +8,10 @@ whatever goes wrong is kept and raised by ``init_process_group("tpu")``.
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 _kept: list[Exception] = []
 _done: list[bool] = []
@@ -64,42 +63,82 @@ def _load() -> None:
     name = wanted_slice()
     if name is None and find_spec("torch_tpu") is None:
         return
-    from podring import _core, _early
+    from podring import _early
 
-    if _early.tpu_here():
-        name = None
-        _interpose_libtpu()
-    elif name is None:
+    here = _early.tpu_here()
+    if not here and name is None:
         return
-    else:
-        if find_spec("torch_tpu") is None:
-            raise RuntimeError(f"PODRING_SLICE={name} needs the package torch_tpu, which is not installed")
-        _interpose_slice(name)
+    if find_spec("torch_tpu") is None:
+        raise RuntimeError(f"PODRING_SLICE={name} needs the package torch_tpu, which is not installed")
+    if here:
+        _load_on_tpu()
+    elif name is not None:
+        _load_virtual(name)
+
+
+def _load_on_tpu() -> None:
+    from podring import _core, _early, _edge
+
+    if (libtpu := _early.libtpu()) is not None:
+        _early.arrange()
+        _core.interpose(str(libtpu), None)
+    loader = _loaded()
+    if not loader._LOADED:
+        warnings.warn(
+            "podring finds a TPU on this host, and torch_tpu none that it can use: there is no device 'tpu' in this "
+            "process. CPU tensors work. torch_tpu looks for Google's PCI devices with a file in /dev/vfio",
+            stacklevel=1,
+        )
+        return
+    # First: torch_tpu has registered "tpu" for itself by now, and wouldn't raise what is kept.
+    _edge.after_start()
+    _register(virtual=False)
+    loaded, why = _core.interposed()
+    if why is not None:
+        raise RuntimeError(why)
+    if not loaded:
+        # torch_tpu has a libtpu of its own choice: everything works, but slowly.
+        reason = "no libtpu is installed" if libtpu is None else "torch_tpu came before podring could wrap libtpu"
+        warnings.warn(
+            f"podring doesn't share torch_tpu's TPU client, since {reason}: collectives of tpu tensors go through "
+            "host memory and the hosts' network, and PODRING_ENGINE=ici can't be had. Start with `podring run`, or set "
+            "PODRING_SLICE to the slice's name, or TPU_LIBRARY_PATH to podring's "
+            f"{_early.interposer()} and PODRING_LIBTPU to libtpu's file",
+            stacklevel=1,
+        )
+    _edge.before_start_on_tpu()
+
+
+def _load_virtual(name: str) -> None:
+    from podring import _core, _early, _edge
+
+    _interpose_slice(name)
+    loader = _loaded()
+    # Asked for when torch_tpu was imported. If it asked another plugin there shall be no device: that plugin would look
+    # for chips.
+    loaded, why = _core.interposed()
+    if why is not None:
+        raise RuntimeError(why)
+    if not loaded:
+        raise RuntimeError(
+            f"torch_tpu loaded {os.environ.get('TPU_LIBRARY_PATH')} as its PJRT plugin instead of podring's "
+            f"{_early.interposer()}. Start with `podring run`, or set TPU_LIBRARY_PATH to the latter"
+        )
+    _edge.before_start_on_virtual_slice(name)
+    # load() looks for hardware; there is none, but a device there is.
+    loader._init_device("tpu")
+    loader._LOADED = True
+    _edge.after_start_on_virtual_slice(name)
+    _edge.after_start()
+    _virtual.append(True)
+    _register(virtual=True)
+
+
+def _loaded() -> Any:
     import torch_tpu._loader as loader
 
     loader.load()
-    if name is not None:
-        from podring import _edge
-
-        # Asked for when torch_tpu was imported. If it asked another plugin there shall be no device: that plugin would
-        # look for chips.
-        loaded, why = _core.interposed()
-        if why is not None:
-            raise RuntimeError(why)
-        if not loaded:
-            raise RuntimeError(
-                f"torch_tpu loaded {os.environ.get('TPU_LIBRARY_PATH')} as its PJRT plugin instead of podring's "
-                f"{_early.interposer()}. Start with `podring run`, or set TPU_LIBRARY_PATH to the latter"
-            )
-        _edge.before_start(name)
-        # load() looks for hardware; there is none, but a device there is.
-        loader._init_device("tpu")
-        loader._LOADED = True
-        _edge.after_start(name)
-        _virtual.append(True)
-    elif not loader._LOADED:
-        return
-    _register(virtual=name is not None)
+    return loader
 
 
 def _register(virtual: bool) -> None:
@@ -130,25 +169,6 @@ def _interpose_slice(name: str) -> None:
     _early.arrange()
     # First of all, so that a wrong name is reported as such and nothing has been loaded yet.
     _core.interpose(str(plugin), name)
-
-
-def _interpose_libtpu() -> None:
-    """On a TPU: podring's table over libtpu's, so that the process group can share the client."""
-    from podring import _core, _early
-
-    core = _early.interposer()
-    given = os.environ.get("TPU_LIBRARY_PATH")
-    if core is None or "torch_tpu" in sys.modules or (given and Path(given).resolve() == core):
-        return
-    libtpu = given
-    if not libtpu:
-        spec = find_spec("libtpu")
-        folders = spec.submodule_search_locations if spec is not None else None
-        libtpu = str(Path(next(iter(folders)), "libtpu.so")) if folders else None
-    if libtpu is None:
-        return
-    _core.interpose(libtpu, None)
-    os.environ["TPU_LIBRARY_PATH"] = str(core)
 
 
 def torch_tpu_version() -> str | None:

@@ -73,8 +73,10 @@ def _drain(loaded: Face, pid: int) -> None:
 
 
 def _wake_chip() -> None:
-    """PODRING_ENGINE=ici runs programs on torch_tpu's client, which torch_tpu (0.2.0) makes with its first tensor."""
-    if os.environ.get("PODRING_ENGINE", "").strip() == "ici" and torch._C._get_privateuse1_backend_name() == "tpu":
+    """Collectives that are programs run on torch_tpu's client, which torch_tpu (0.2.0) makes with its first tensor."""
+    from podring import _core
+
+    if torch._C._get_privateuse1_backend_name() == "tpu" and _core.engine() == "ici":
         torch.empty(1, device="tpu").cpu()
 
 

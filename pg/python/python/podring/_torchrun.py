@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import os
+import socket
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,6 +39,8 @@ from podring.store import Store
 NAME = "podring"
 _DEFAULT_PORT = 29400
 _PREFIX = "podring/torchrun"
+# Between an agent's place and its address.
+_PLACE = "@"
 # What compare_set answers for a key that isn't there, as no state is.
 _NOTHING = "-"
 
@@ -50,7 +54,8 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     """The handler of one agent.
 
     Of ``--rdzv-conf``: ``is_host`` (whether this agent starts the coordinator; by itself it compares the endpoint with
-    this host's names and addresses), ``read_timeout`` (seconds for the store's calls, 60), and what torch's own handler
+    this host's names and addresses), ``node_rank`` (this agent's place among all, counted from 0; without it torch
+    sorts the agents by address), ``read_timeout`` (seconds for the store's calls, 60), and what torch's own handler
     takes (``join_timeout``, ``last_call_timeout``, ``keep_alive_interval``, …).
     """
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=_DEFAULT_PORT)
@@ -62,12 +67,20 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     seconds = params.get_as_int("read_timeout", 60) or 0
     if seconds <= 0:
         raise ValueError(f"read_timeout: expected a positive number of seconds, got {seconds}")
+    place = params.get_as_int("node_rank")
+    if place is not None and not 0 <= place < params.max_nodes:
+        raise ValueError(f"node_rank: expected 0 to {params.max_nodes - 1}, the last of --nnodes, got {place}")
     try:
         store = Store(host, port, is_master=is_host, share=True, timeout=timedelta(seconds=seconds))
     except RuntimeError as error:
         raise RendezvousConnectionError(f"no podring coordinator at {host}:{port}: {error}") from error
+    if place is not None:
+        # torch's handler counts the agents in the order of their addresses, which are texts to it.
+        address = params.local_addr or socket.getfqdn()
+        params = copy.copy(params)
+        params.local_addr = f"{place:010d}{_PLACE}{address}"
     inner = create_handler(store, Backend(store, params.run_id), params)
-    return Handler(inner, store, host, port)
+    return Handler(inner, store, host, port, place)
 
 
 class Backend(RendezvousBackend):
@@ -115,8 +128,10 @@ class Backend(RendezvousBackend):
 class Handler(RendezvousHandler):
     """torch's handler; tells the workers of a round where podring's store is, and which part of it is theirs."""
 
-    def __init__(self, inner: DynamicRendezvousHandler, store: dist.Store, host: str, port: int) -> None:
-        self._inner, self._store, self._host, self._port = inner, store, host, port
+    def __init__(
+        self, inner: DynamicRendezvousHandler, store: dist.Store, host: str, port: int, place: int | None = None
+    ) -> None:
+        self._inner, self._store, self._host, self._port, self._place = inner, store, host, port, place
         # torch's would start a TCPStore for the workers and tell the others of it, in the first round only: an agent
         # that comes later waits for it in vain. Ours is there already, and known to all.
         inner._shared_tcp_store_server = store
@@ -131,8 +146,19 @@ class Handler(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         info = self._inner.next_rendezvous()
+        if self._place is not None and info.rank != self._place:
+            raise RendezvousStateError(
+                f"node_rank {self._place} is number {info.rank} of the {info.world_size} agents that have come: "
+                "another has the same node_rank, or one has none"
+            )
         if not self._inner.use_agent_store:
             os.environ.pop(AGENT_STORE, None)
+            # torch's own store is at the first agent's address.
+            there = info.bootstrap_store_info
+            if there is not None and _PLACE in there.master_addr:
+                address = there.master_addr.partition(_PLACE)[2]
+                there = RendezvousStoreInfo(address, there.master_port)
+                return RendezvousInfo(info.store, info.rank, info.world_size, there)
             return info
         # Each round's workers find an empty store. info.store is the round's own already.
         base = f"{_PREFIX}/{self.get_run_id()}"
