@@ -264,7 +264,7 @@ impl Error {
                 Failure::Internal { .. } => Kind::Internal,
             },
             Error::Device { failure, .. } => match **failure {
-                Of::Timeout { .. } => Kind::Timeout,
+                Of::Timeout { .. } | Of::Queued { .. } => Kind::Timeout,
                 Of::Mismatch { .. } => Kind::Mismatch,
                 Of::Left { .. } => Kind::PeerLost,
                 Of::Aborted { .. } => Kind::Aborted,

@@ -368,7 +368,8 @@ impl State {
             return Err(Refusal::UnknownSession);
         }
         let before = self.roster.epoch();
-        let outbox = self.roster.announce(now, announcement)?;
+        let mut outbox = self.roster.announce(now, announcement)?;
+        let follows = line.is_none();
         let serial = match line {
             Some(send) => {
                 self.next_line += 1;
@@ -381,11 +382,15 @@ impl State {
             Event::Lost(lost) => Some(Arc::clone(lost)),
             _ => None,
         });
+        let current = self.roster.epoch();
+        if follows && current == before {
+            // Its stream has told it already.
+            outbox.retain(|(to, _)| *to != agent);
+        }
         self.deliver(outbox);
         if let Some(lost) = gone {
             self.gone(&lost, false);
         }
-        let current = self.roster.epoch();
         if current != before {
             let ranks = self.roster.world().map_or(0, |world| world.world_size);
             tracing::info!(ranks, "epoch {current} has formed");

@@ -236,9 +236,13 @@ impl Roster {
         self.formed.as_ref().map(|formed| &formed.world)
     }
 
-    /// An agent announces its ranks for the next epoch. One that is in an epoch leaves it by this.
+    /// An agent announces its ranks for the next epoch. One that is in an epoch leaves it by this, unless it hasn't heard
+    /// of that one: then it is told of it, and only the ranks that it no longer has are lost.
     pub fn announce(&mut self, now: Duration, announcement: Announcement) -> Result<Outbox, Refusal> {
         self.well_formed(&announcement)?;
+        if let Some(outbox) = self.unheard(now, &announcement) {
+            return Ok(outbox);
+        }
         if let Err(refusal) = self.welcome(&announcement) {
             if let Some(forming) = &mut self.forming
                 && forming.refused.len() < REFUSED
@@ -301,6 +305,24 @@ impl Roster {
             outbox.extend(self.form());
         }
         Ok(outbox)
+    }
+
+    /// What an agent hears that is in an epoch and doesn't know, and what the others hear of it.
+    fn unheard(&mut self, now: Duration, announcement: &Announcement) -> Option<Outbox> {
+        let id = announcement.agent;
+        let agent = self.agents.get_mut(&id).filter(|agent| agent.epoch > announcement.last_epoch)?;
+        let epoch = agent.epoch;
+        let world = self.formed.as_ref().map(|formed| &formed.world).filter(|world| world.epoch == epoch)?;
+        let formed = Event::Formed(Arc::clone(world));
+        agent.heard = now;
+        let gone: Vec<u32> =
+            agent.ranks.iter().copied().filter(|rank| announcement.ranks.binary_search(rank).is_err()).collect();
+        let (_, mut outbox) = self.part(id, &gone, Some("its agent announced itself without it"));
+        outbox.push((id, formed));
+        let mut losses: Vec<&Arc<Lost>> = self.formed.iter().flat_map(|formed| formed.gone.values()).collect();
+        losses.dedup_by(|one, other| Arc::ptr_eq(one, other));
+        outbox.extend(losses.into_iter().map(|lost| (id, Event::Lost(Arc::clone(lost)))));
+        Some(outbox)
     }
 
     /// An agent gives a sign of life.

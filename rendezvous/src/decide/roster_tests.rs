@@ -22,6 +22,11 @@ fn says(agent: AgentId, world_size: u32, ranks: &[u32]) -> Announcement {
     }
 }
 
+/// By an agent that has heard of an epoch.
+fn says_after(last_epoch: u64, agent: AgentId, world_size: u32, ranks: &[u32]) -> Announcement {
+    Announcement { last_epoch, ..says(agent, world_size, ranks) }
+}
+
 fn formed(outbox: &Outbox) -> Arc<World> {
     match &outbox.last().expect("no event").1 {
         Event::Formed(world) => Arc::clone(world),
@@ -72,7 +77,7 @@ fn a_rank_that_was_there_once_is_named_with_that_host() {
     roster.announce(SECOND, says(0, 2, &[0])).unwrap();
     roster.announce(SECOND, says(1, 2, &[1])).unwrap();
     roster.lost(1, "killed");
-    roster.announce(SECOND, says(0, 2, &[0])).unwrap();
+    roster.announce(SECOND, says_after(1, 0, 2, &[0])).unwrap();
     let (_, outbox) = roster.tick(7 * SECOND);
     let Event::Late(late) = &outbox[0].1 else { panic!("{outbox:?}") };
     assert_eq!(late.missing, [RankAt { rank: 1, host: Some("host1".into()) }]);
@@ -161,11 +166,11 @@ fn a_member_that_announces_itself_again_breaks_the_epoch_once() {
     for agent in 0..3 {
         roster.announce(SECOND, says(agent, 3, &[agent as u32])).unwrap();
     }
-    let outbox = roster.announce(SECOND, says(0, 3, &[0])).unwrap();
+    let outbox = roster.announce(SECOND, says_after(1, 0, 3, &[0])).unwrap();
     assert_eq!(outbox.len(), 2, "{outbox:?}");
     assert!(matches!(&outbox[0].1, Event::Lost(lost) if lost.ranks == [0]));
-    assert_eq!(roster.announce(SECOND, says(1, 3, &[1])), Ok(vec![]));
-    assert_eq!(formed(&roster.announce(SECOND, says(2, 3, &[2])).unwrap()).epoch, 2);
+    assert_eq!(roster.announce(SECOND, says_after(1, 1, 3, &[1])), Ok(vec![]));
+    assert_eq!(formed(&roster.announce(SECOND, says_after(1, 2, 3, &[2])).unwrap()).epoch, 2);
 }
 
 #[test]
@@ -174,8 +179,8 @@ fn a_smaller_world_leaves_a_stale_member_behind() {
     for agent in 0..3 {
         roster.announce(SECOND, says(agent, 3, &[agent as u32])).unwrap();
     }
-    roster.announce(SECOND, says(0, 2, &[0])).unwrap();
-    assert_eq!(formed(&roster.announce(SECOND, says(1, 2, &[1])).unwrap()).epoch, 2);
+    roster.announce(SECOND, says_after(1, 0, 2, &[0])).unwrap();
+    assert_eq!(formed(&roster.announce(SECOND, says_after(1, 1, 2, &[1])).unwrap()).epoch, 2);
     assert_eq!(roster.standing(2, 1, &[2]).unwrap_err(), Refusal::Stale { yours: 1, current: 2 });
     assert!(matches!(roster.standing(2, 2, &[2]), Err(Refusal::Invalid { .. })));
 }
@@ -234,7 +239,7 @@ proptest! {
             let outbox = match step {
                 Step::Announce(agent) => {
                     let before = roster.lacking();
-                    let answer = roster.announce(now, says(agent.into(), 4, &[u32::from(agent) % 4]));
+                    let answer = roster.announce(now, says_after(last, agent.into(), 4, &[u32::from(agent) % 4]));
                     if answer.is_err() {
                         prop_assert_eq!(roster.lacking(), before, "a refusal changed the lists");
                     }
@@ -346,4 +351,27 @@ fn a_resident_agent_is_never_silent() {
     let (lost, _) = roster.tick(100 * SECOND);
     assert_eq!(lost.iter().map(|lost| lost.ranks.clone()).collect::<Vec<_>>(), [[1]]);
     assert_eq!(roster.next_deadline(), None);
+}
+
+#[test]
+fn an_agent_that_has_not_heard_of_its_epoch_stays_in_it() {
+    let mut roster = roster();
+    let mut first = says(7, 4, &[0, 1]);
+    first.about.speaker = Some(0);
+    roster.announce(SECOND, first).unwrap();
+    let world = formed(&roster.announce(SECOND, says(8, 4, &[2, 3])).unwrap());
+    // Once more, for one that it refused; nobody else hears of that.
+    let again = roster.announce(SECOND, says(7, 4, &[0, 1])).unwrap();
+    assert_eq!(again, [(7, Event::Formed(Arc::clone(&world)))]);
+    // Without a rank that has died meanwhile: that one is lost, and the agent's own is not.
+    let outbox = roster.announce(SECOND, says(7, 4, &[0])).unwrap();
+    let lost = roster.gone(&[0, 1]).unwrap();
+    assert_eq!((lost.ranks.as_slice(), lost.speaker), (&[1][..], None));
+    let lost = Event::Lost(lost);
+    assert_eq!(outbox, [(8, lost.clone()), (7, Event::Formed(world)), (7, lost)]);
+    assert!(roster.standing(7, 1, &[0]).is_ok() && roster.standing(8, 1, &[2, 3]).is_ok());
+    assert_eq!((roster.lacking(), roster.tick(8 * SECOND)), ((4, vec![]), (vec![], vec![])));
+    // Who knows of it announces itself for the next.
+    roster.announce(8 * SECOND, says_after(1, 7, 3, &[0])).unwrap();
+    assert_eq!(formed(&roster.announce(8 * SECOND, says_after(1, 8, 3, &[1, 2])).unwrap()).epoch, 2);
 }

@@ -103,6 +103,8 @@ struct Agent {
     speaker: u32,
     began: Instant,
     world: Option<Arc<World>>,
+    /// Ranks that ended before this one heard of a world, and how: it may have formed already, with them.
+    fallen: Vec<(Seated, String)>,
     /// How long who isn't heard is waited for, once a world has formed, and when the ranks are asked next.
     silence: Option<(Duration, Instant)>,
     over: bool,
@@ -143,6 +145,7 @@ pub(super) fn start(listener: Listener, own: Line, speaker: u32, coordinator: Wh
         speaker,
         began: Instant::now(),
         world: None,
+        fallen: Vec::new(),
         silence: None,
         over: false,
         refusals: Seldom::default(),
@@ -408,7 +411,7 @@ impl Agent {
         match event {
             Event::Formed(world) => {
                 let here = pb::FormedHere { world: Some(wire::world(&world)), speaker: self.speaker };
-                self.world = Some(world);
+                self.world = Some(Arc::clone(&world));
                 let silence = match &self.upstream {
                     Upstream::Session(session) => Some(session.silence()),
                     Upstream::Resident { place, .. } => Some(place.silence()),
@@ -416,6 +419,7 @@ impl Agent {
                 };
                 self.silence = silence.map(|silence| (silence, Instant::now()));
                 self.tell(Says::Formed(here), None);
+                self.mourn(&world);
             }
             Event::Late(late) if self.world.is_none() => self.fail(Says::Late(wire::late(&late))),
             Event::Late(late) => {
@@ -431,6 +435,19 @@ impl Agent {
             Event::Lost(lost) => self.tell(Says::Lost(wire::lost(&lost)), None),
             Event::Failed(failure) => self.tell(Says::Failed(wire::failure(&failure)), None),
             Event::Closing => self.fail(Says::Closing(pb::Closing {})),
+        }
+    }
+
+    /// Tells the ranks here which of their own were gone before they heard of the world. The coordinator knows already.
+    fn mourn(&mut self, world: &World) {
+        let seated = |rank: &u32| self.seats.holder(*rank).is_some();
+        let own = world.hosts.iter().find(|host| host.ranks.iter().any(seated));
+        let own = own.map_or(&[][..], |host| &host.ranks);
+        let gone = |(seat, _): &(Seated, String)| own.contains(&seat.rank) && !seated(&seat.rank);
+        let fallen: Vec<_> = std::mem::take(&mut self.fallen).into_iter().filter(gone).collect();
+        for (Seated { rank, host, .. }, how) in fallen {
+            let lost = Lost { epoch: world.epoch, host, ranks: vec![rank], how, speaker: None };
+            self.tell(Says::Lost(wire::lost(&lost)), None);
         }
     }
 
@@ -475,21 +492,21 @@ impl Agent {
             self.over |= id == OWN;
             return;
         };
-        let Some(epoch) = self.world.as_ref().map(|world| world.epoch) else {
+        if self.world.is_none() && (id == OWN || self.seats.is_empty()) {
             // Nothing has formed. Without its own rank there is no agent, and the others look for another.
-            if id == OWN || self.seats.is_empty() {
-                self.over = true
-            } else {
-                self.announce()
-            }
+            self.over = true;
             return;
-        };
+        }
         let gone = [seat.rank];
         match &self.upstream {
             Upstream::Session(session) => session.part(&gone, how),
             Upstream::Resident { place, .. } => place.part(&gone, how),
             _ => {}
         }
+        let Some(epoch) = self.world.as_ref().map(|world| world.epoch) else {
+            self.fallen.extend(how.map(|how| (seat, how.to_owned())));
+            return;
+        };
         if let Some(how) = how {
             let lost = Lost { epoch, host: seat.host, ranks: gone.to_vec(), how: how.to_owned(), speaker: None };
             self.tell(Says::Lost(wire::lost(&lost)), None);
@@ -535,3 +552,7 @@ impl Agent {
 fn no_coordinator(error: &Error, lost: bool) -> Says {
     Says::NoCoordinator(pb::NoCoordinator { why: error.to_string(), lost })
 }
+
+#[cfg(test)]
+#[path = "agent_tests.rs"]
+mod tests;

@@ -79,10 +79,9 @@ impl Session {
         Ok(Session { agent, ranks, view, commands, task })
     }
 
-    /// Announces other ranks while the epoch forms, and waits for nothing.
+    /// Announces other ranks before the caller has heard of any epoch, and waits for nothing.
     pub(crate) fn announce(&self, ranks: &Ranks, about: About, timeout: Duration) {
-        let epoch = self.view.borrow().last_epoch;
-        let announcement = Announcement { about, ..announcement(self.agent, ranks, epoch, timeout) };
+        let announcement = Announcement { about, ..announcement(self.agent, ranks, 0, timeout) };
         let _ = self.commands.send(Command::Announce(Box::new(announcement)));
     }
 

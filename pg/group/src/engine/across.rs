@@ -32,7 +32,7 @@ use std::{
 use parking_lot::Mutex;
 use podring_collective::{Blocks, Collective, Kind, Part, Reduction, Tensor};
 use podring_fabric::error::Failure as HostFailure;
-use podring_fabric::hub::{Call, Callback, ChannelSpec, State, Waited};
+use podring_fabric::hub::{Call, Callback, ChannelSpec, State, Ticket as HostTicket, Waited};
 use podring_ici::engine::{self as ici, Failure, Ticket, Times};
 use podring_ici::pjrt::Buffer;
 use smallvec::SmallVec;
@@ -63,6 +63,12 @@ struct Job {
     queued: bool,
 }
 
+/// What a step waits for.
+enum Posted {
+    Inside(Arc<Ticket>),
+    Fabric { ticket: Arc<HostTicket>, between: bool },
+}
+
 /// An operation as its caller sees it.
 struct AcrossOperation {
     ticket: Arc<Ticket>,
@@ -86,18 +92,43 @@ pub(crate) struct Line(Mutex<Waiting>);
 
 #[derive(Default)]
 struct Waiting {
-    busy: bool,
+    /// Whose turn it is.
+    now: Option<Ahead>,
     jobs: VecDeque<(Arc<Shared>, Job)>,
+    /// A thread looks at the deadlines of those who wait.
+    watched: bool,
 }
+
+/// An operation that others wait behind.
+struct Ahead {
+    group: Arc<Shared>,
+    op: &'static str,
+    seq: u64,
+}
+
+impl Ahead {
+    fn new(group: &Arc<Shared>, job: &Job) -> Ahead {
+        Ahead { group: group.clone(), op: job.call.collective.kind.name(), seq: job.operation.ticket.seq() }
+    }
+}
+
+/// How often deadlines of what waits are looked at.
+const LOOK: Duration = Duration::from_millis(50);
 
 impl Line {
     /// The job, if it is its turn; else it waits for it.
-    fn take(&self, group: &Arc<Shared>, job: Job) -> Option<Job> {
+    fn take(self: &Arc<Self>, group: &Arc<Shared>, job: Job) -> Option<Job> {
         let mut waiting = self.0.lock();
-        if !std::mem::replace(&mut waiting.busy, true) {
+        if waiting.now.is_none() {
+            waiting.now = Some(Ahead::new(group, &job));
             return Some(job);
         }
         waiting.jobs.push_back((group.clone(), job));
+        if !waiting.watched {
+            let line = Arc::downgrade(self);
+            let watch = move || while line.upgrade().is_some_and(|line| line.look()) {};
+            waiting.watched = std::thread::Builder::new().name("podring-line".to_owned()).spawn(watch).is_ok();
+        }
         None
     }
 
@@ -105,8 +136,31 @@ impl Line {
     fn next(&self) -> Option<(Arc<Shared>, Job)> {
         let mut waiting = self.0.lock();
         let next = waiting.jobs.pop_front();
-        waiting.busy = next.is_some();
+        let now = next.as_ref().map(|(group, job)| Ahead::new(group, job));
+        let ended = std::mem::replace(&mut waiting.now, now);
+        drop(waiting);
+        drop(ended);
         next
+    }
+
+    /// Fails what is overdue before its turn has come; after a moment. Whether anything still waits.
+    fn look(&self) -> bool {
+        std::thread::sleep(LOOK);
+        let (overdue, ahead, goes_on) = {
+            let mut waiting = self.0.lock();
+            let now = Instant::now();
+            let (overdue, others): (VecDeque<_>, VecDeque<_>) =
+                std::mem::take(&mut waiting.jobs).into_iter().partition(|(_, job)| now >= job.end);
+            waiting.jobs = others;
+            waiting.watched = !waiting.jobs.is_empty();
+            let ahead = waiting.now.as_ref().filter(|_| !overdue.is_empty());
+            let ahead = ahead.map(|Ahead { group, op, seq }| format!("{op}, seq {seq}, of group {}", group.name));
+            (overdue, ahead, waiting.watched)
+        };
+        for (group, job) in overdue {
+            group.late(job, ahead.clone());
+        }
+        goes_on
     }
 
     /// What a group has waiting.
@@ -136,6 +190,7 @@ struct Channels {
 }
 
 struct Shared {
+    name: String,
     process: Arc<Process>,
     inside: Box<dyn Within>,
     /// Positions in the group of each slice's members.
@@ -143,6 +198,8 @@ struct Shared {
     /// This rank: which slice of those, and which member of it.
     slice: usize,
     me: usize,
+    /// The group's own channel of the fabric, whose failure ends the launches of its members.
+    group: u64,
     /// None in a group within one slice.
     channels: Option<Channels>,
     line: Arc<Line>,
@@ -184,11 +241,13 @@ impl Across {
         };
         let channels = if touched.len() > 1 { Some(channels()?) } else { None };
         Ok(Across(Arc::new(Shared {
+            name: opening.name.to_owned(),
             process: opening.process.clone(),
             inside,
             touched: touched.to_vec(),
             slice,
             me: me as usize,
+            group: opening.channel,
             channels,
             line,
             inside_seq: AtomicU64::new(0),
@@ -383,14 +442,17 @@ impl Shared {
         Broken::Host(Arc::new(failure.numbered(counterpart).unwrap_or_else(|| aborted_host(failure))))
     }
 
-    /// Fails everything: here, in this slice, and for the counterparts.
-    fn fail(&self, broken: Broken) {
+    /// Fails everything: here, and for the counterparts. `told`: the other members of this slice know.
+    fn fail(&self, broken: Broken, told: bool) {
         {
             let mut queue = self.queue.lock();
             if queue.broken.is_some() {
                 return;
             }
             queue.broken = Some(broken.clone());
+        }
+        if !told {
+            self.tell(&broken);
         }
         let waiting = self.line.withdraw(self);
         // Each is told with its own numbers of the ranks, in words if it has none for one of them.
@@ -414,6 +476,20 @@ impl Shared {
         for job in waiting {
             self.end(job, Some(broken.clone()));
         }
+    }
+
+    /// Tells the whole group. Who waits for this rank in a program of the slice's hears of it by nothing else.
+    fn tell(&self, broken: &Broken) {
+        let why = match broken {
+            Broken::Host(failure) => match **failure {
+                HostFailure::PeerLost { .. } | HostFailure::Aborted { .. } => Ok((**failure).clone()),
+                // A table has the numbers of another channel's operations.
+                _ => Err(failure.to_string()),
+            },
+            Broken::Device(failure) => Err(failure.to_string()),
+        };
+        let by = Some(self.touched[self.slice][self.me]);
+        self.process.hub.fail(self.group, why.unwrap_or_else(|why| HostFailure::Aborted { by, why }));
     }
 
     fn end(&self, job: Job, broken: Option<Broken>) {
@@ -457,26 +533,15 @@ impl Shared {
                 (Some(Step::Inside(collective)), _) => {
                     let seq = self.inside_seq.fetch_add(1, Relaxed);
                     let ticket = self.inside.start(seq, DeviceCall::staged(*collective), left);
-                    let (shared, done) = (self.clone(), ticket.clone());
-                    let goes_on: Callback = Box::new(move || match done.failure() {
-                        None => shared.advance(job),
-                        Some(failure) => {
-                            let broken = shared.broken_inside(&failure);
-                            shared.stop(job, broken);
-                        }
-                    });
-                    if let Some(goes_on) = ticket.on_end(goes_on) {
-                        // Never deeper than a few steps: the next one has to be waited for.
-                        goes_on();
-                    }
-                    return None;
+                    let posted = Posted::Inside(ticket.clone());
+                    return self.then(job, posted, |callback| ticket.on_end(callback));
                 }
                 (Some(Step::Between(collective)), Some(channels)) => (collective, channels.between),
                 (Some(Step::Host(collective)), Some(channels)) => (collective, channels.host),
                 (Some(Step::Between(collective) | Step::Host(collective)), None) => {
                     let why = format!("{collective} within one slice asked for the network between slices");
                     let why = HostFailure::Aborted { by: None, why };
-                    return self.broken(job, Broken::Host(Arc::new(why)));
+                    return self.broken(job, Broken::Host(Arc::new(why)), false);
                 }
             };
             let between = self.channels.is_some_and(|channels| channels.between == channel);
@@ -487,48 +552,83 @@ impl Shared {
             }
             .fetch_add(1, Relaxed);
             let call = Call { channel, seq, collective: *collective, keep: None, timeout: left, sync: false, mark: 0 };
-            match self.process.hub.post(call) {
+            return match self.process.hub.post(call) {
                 Ok(ticket) => {
-                    let (shared, done) = (self.clone(), ticket.clone());
-                    let goes_on: Callback = Box::new(move || match done.failure() {
-                        None => {
-                            if let Some(source) = done.source() {
-                                let _ = job.operation.source.set(source);
-                            }
-                            shared.process.hub.recycle(done);
-                            shared.advance(job);
-                        }
-                        Some(failure) => {
-                            let broken = if between { shared.broken_between(&failure) } else { Broken::Host(failure) };
-                            shared.stop(job, broken);
-                        }
-                    });
-                    if let Some(goes_on) = ticket.on_end(goes_on) {
-                        goes_on();
-                    }
+                    let posted = Posted::Fabric { ticket: ticket.clone(), between };
+                    self.then(job, posted, |callback| ticket.on_end(callback))
                 }
                 Err(error) => {
                     let why = HostFailure::Aborted { by: None, why: error.to_string() };
-                    return self.broken(job, Broken::Host(Arc::new(why)));
+                    self.broken(job, Broken::Host(Arc::new(why)), false)
                 }
-            }
-            return None;
+            };
         }
     }
 
-    /// Ends a job that failed, and with it its group; then what is next.
-    fn broken(&self, job: Job, broken: Broken) -> Option<(Arc<Shared>, Job)> {
-        self.fail(broken.clone());
-        let (first, queued) = (self.queue.lock().broken.clone(), job.queued);
+    /// Goes on with a job when what it has posted has ended. If it has already, that is left to the caller: many such
+    /// steps, one after another, would take as much of the stack.
+    fn then(
+        self: Arc<Self>,
+        job: Job,
+        posted: Posted,
+        on_end: impl FnOnce(Callback) -> Option<Callback>,
+    ) -> Option<(Arc<Shared>, Job)> {
+        let waiting = Arc::new(Mutex::new(Some((job, posted))));
+        let (shared, same) = (self.clone(), waiting.clone());
+        let goes_on: Callback = Box::new(move || {
+            let taken = same.lock().take();
+            if let Some((group, job)) = taken.and_then(|(job, posted)| shared.resume(job, posted)) {
+                group.advance(job);
+            }
+        });
+        // Given back: it has ended.
+        drop(on_end(goes_on)?);
+        let taken = waiting.lock().take();
+        taken.and_then(|(job, posted)| self.resume(job, posted))
+    }
+
+    /// The job, or what is next after one that failed.
+    fn resume(self: Arc<Self>, job: Job, posted: Posted) -> Option<(Arc<Shared>, Job)> {
+        let (broken, told) = match posted {
+            Posted::Inside(ticket) => (ticket.failure().map(|failure| self.broken_inside(&failure)), true),
+            Posted::Fabric { ticket, between } => match ticket.failure() {
+                None => {
+                    if let Some(source) = ticket.source() {
+                        let _ = job.operation.source.set(source);
+                    }
+                    self.process.hub.recycle(ticket);
+                    (None, false)
+                }
+                Some(failure) if between => (Some(self.broken_between(&failure)), false),
+                Some(failure) => (Some(Broken::Host(failure)), false),
+            },
+        };
+        match broken {
+            None => Some((self, job)),
+            Some(broken) => self.broken(job, broken, told),
+        }
+    }
+
+    /// Ends a job that failed, and with it its group.
+    fn end_all(&self, job: Job, broken: Broken, told: bool) {
+        self.fail(broken.clone(), told);
+        let first = self.queue.lock().broken.clone();
         self.end(job, Some(first.unwrap_or(broken)));
+    }
+
+    /// The same for one whose turn it was; then what is next.
+    fn broken(&self, job: Job, broken: Broken, told: bool) -> Option<(Arc<Shared>, Job)> {
+        let queued = job.queued;
+        self.end_all(job, broken, told);
         if queued { self.line.next() } else { None }
     }
 
-    /// The same, and goes on with that.
-    fn stop(&self, job: Job, broken: Broken) {
-        if let Some((group, job)) = self.broken(job, broken) {
-            group.advance(job);
-        }
+    /// The same for one whose turn came too late.
+    fn late(&self, job: Job, ahead: Option<String>) {
+        let ticket = &job.operation.ticket;
+        let after_ms = u64::try_from(ticket.timeout().as_millis()).unwrap_or(u64::MAX);
+        let failure = Failure::Queued { op: job.call.collective.to_string(), seq: ticket.seq(), after_ms, ahead };
+        self.end_all(job, Broken::Device(Arc::new(failure)), false);
     }
 }
 
@@ -603,7 +703,7 @@ impl Engine for Across {
     }
 
     fn fail(&self, by: Option<u32>, why: &str) {
-        self.0.fail(Broken::Device(Arc::new(Failure::Aborted { by, why: why.to_owned() })));
+        self.0.fail(Broken::Device(Arc::new(Failure::Aborted { by, why: why.to_owned() })), true);
     }
 
     fn broken(&self) -> Option<Broken> {

@@ -10,6 +10,7 @@ use std::{
 };
 
 use podring_collective::{Blocks, Collective, DType, Kind, Layout, Part, Reduction, Tensor};
+use podring_fabric::error::Failure as HostFailure;
 use podring_fabric::hub::{Call, ChannelSpec};
 use podring_ici::cache::Share;
 use podring_ici::engine::{self as ici, Chip, Failure, GroupSpec, Peers, Seat, Ticket};
@@ -24,8 +25,9 @@ use crate::world::channel;
 /// The group's other members over the fabric.
 struct Hosts {
     process: Arc<Process>,
-    /// The group's own channel, whose failure is the group's.
+    /// The group's own channel, whose failure is the group's, and this rank there.
     group: u64,
+    me: u32,
     /// For sizes, apart from the collectives of tensors in the hosts' memory.
     sizes: u64,
     seq: AtomicU64,
@@ -57,6 +59,10 @@ impl Peers for Hosts {
 
     fn over(&self) -> Option<String> {
         self.process.hub.failure(self.group).map(|failure| failure.to_string())
+    }
+
+    fn fail(&self, why: &str) {
+        self.process.hub.fail(self.group, HostFailure::Aborted { by: Some(self.me), why: why.to_owned() });
     }
 
     fn share(&self) -> Option<&dyn Share> {
@@ -136,6 +142,7 @@ impl OnChip {
         let hosts = Arc::new(Hosts {
             process: opening.process.clone(),
             group: opening.channel,
+            me: opening.me,
             sizes,
             seq: AtomicU64::new(0),
             share: Some(share).filter(|_| members > 1),

@@ -1,7 +1,9 @@
 //! Two slices of four devices, each on a machine and a host of its own, with the fabric between them.
 
+use std::time::{Duration, Instant};
+
 use podring_collective::{Blocks, DType, Kind, Reduction};
-use podring_group::{Kind as ErrorKind, ProcessGroup};
+use podring_group::{Kind as ErrorKind, ProcessGroup, engine::DeviceCall};
 
 use crate::job::{LONG, all_reduce, barrier, finish, machine, one, over, post, run_over, tensor};
 
@@ -148,4 +150,69 @@ fn a_failure_in_one_slice_reaches_the_other() {
     for (_, text) in &kinds {
         assert!(text.contains("count=5") || text.contains("counts=[3, 2]") || text.contains("different"), "{text}");
     }
+}
+
+#[test]
+fn what_waits_in_line_fails_at_its_own_deadline() {
+    let (Some(first), Some(second)) = (machine(1), machine(1)) else { return };
+    let heard = std::sync::Barrier::new(2);
+    run_over(&[first, second], LONG, |rank| {
+        let world = rank.world().unwrap();
+        finish(&world, barrier()).unwrap();
+        if rank.rank == 1 {
+            // It never comes.
+            heard.wait();
+            let error = finish(&world, barrier()).unwrap_err().to_string();
+            assert!(error.contains("the timeout of 200 ms passed while it waited"), "{error}");
+            return;
+        }
+        let (mut one, mut other) = ([1.0f32; 4], [1.0f32; 5]);
+        let ahead = post(&world, all_reduce(&mut one));
+        let start = Instant::now();
+        let timeout = Some(Duration::from_millis(200));
+        let call = DeviceCall { timeout, ..DeviceCall::staged(all_reduce(&mut other)) };
+        let late = world.post_device(call).unwrap();
+        let error = late.wait(Some(LONG), || false).unwrap_err();
+        assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        let text = error.to_string();
+        assert!(text.contains("all_reduce(SUM, float32, count=5), seq 2: the timeout of 200 ms passed"), "{text}");
+        assert!(text.contains("while it waited behind all_reduce, seq 1, of group world"), "{text}");
+        // They are of one group.
+        ahead.wait(Some(LONG), || false).unwrap_err();
+        heard.wait();
+    });
+}
+
+/// As many of them end one after another, on one thread, which has no more stack for that than for one.
+#[test]
+fn thousands_of_operations_that_end_at_once() {
+    const MANY: usize = 4000;
+    let (Some(first), Some(second)) = (machine(1), machine(1)) else { return };
+    let posted = std::sync::Barrier::new(2);
+    run_over(&[first, second], LONG, |rank| {
+        let world = rank.world().unwrap();
+        let gather = |mine: &mut [u32], all: &mut [u32]| {
+            let outputs = if rank.rank == 0 { Blocks::cut(tensor(all), &[1, 1]) } else { Blocks::none() };
+            one(Kind::Gather { root: 0 }, DType::U32, None, Blocks::whole(tensor(mine)), outputs)
+        };
+        let mut mine: Vec<u32> = (0..MANY as u32).map(|index| 2 * index + rank.rank).collect();
+        let mut all = vec![0u32; 2 * MANY];
+        if rank.rank == 0 {
+            posted.wait();
+        }
+        // Of rank 1's, all wait behind this one, and then for nobody.
+        let first = post(&world, barrier());
+        let calls = mine.chunks_mut(1).zip(all.chunks_mut(2)).map(|(mine, all)| post(&world, gather(mine, all)));
+        let works: Vec<_> = calls.collect();
+        if rank.rank == 1 {
+            posted.wait();
+        }
+        first.wait(Some(LONG), || false).unwrap();
+        works.iter().for_each(|work| work.wait(Some(LONG), || false).unwrap());
+        let expected = if rank.rank == 0 { (0..2 * MANY as u32).collect() } else { vec![0; 2 * MANY] };
+        assert_eq!(all, expected);
+        finish(&world, barrier()).unwrap();
+        world.shutdown();
+    });
 }

@@ -17,6 +17,7 @@
 //! scatter): the largest are agreed upon over the hosts' network first ([`Peers`]).
 
 mod flight;
+mod queue;
 
 use std::{
     sync::{
@@ -47,7 +48,8 @@ use crate::{
     pjrt::{Client, PjrtError, Value},
     program::Backend,
 };
-use flight::{Job, Landed, land, launcher, release};
+use flight::{Job, Landed, land, release};
+use queue::{Launcher, Queue};
 
 /// How a chip is used.
 #[derive(Default)]
@@ -72,6 +74,8 @@ pub trait Peers: Send + Sync {
     fn most(&self, numbers: &mut [u64], limit: Duration) -> Result<(), String>;
     /// Why the group is over, if that came to be known otherwise than by a program.
     fn over(&self) -> Option<String>;
+    /// Tells the others that the group has failed here, as far as nothing else does: it is over for them too.
+    fn fail(&self, why: &str);
     /// Where members hand each other compiled programs, so that one compiles and the others get it.
     fn share(&self) -> Option<&dyn Share> {
         None
@@ -95,6 +99,8 @@ pub struct Chip {
     launched: AtomicU64,
     order: Mutex<Order>,
     threads: Threads,
+    /// What was posted and is not being launched yet.
+    queue: Arc<Mutex<Queue>>,
     landing: mpsc::Sender<Landed>,
 }
 
@@ -106,9 +112,6 @@ enum Threads {
     Each(Mutex<FxHashMap<Vec<u32>, Weak<Launcher>>>),
 }
 
-/// Where calls go to be launched one after another.
-type Launcher = mpsc::Sender<Job>;
-
 impl Threads {
     fn of(&self, members: &[u32]) -> Result<Arc<Launcher>, PjrtError> {
         let mut threads = match self {
@@ -119,7 +122,7 @@ impl Threads {
             return Ok(known);
         }
         threads.retain(|_, launcher| launcher.strong_count() > 0);
-        let made = launcher()?;
+        let made = Launcher::start()?;
         threads.insert(members.to_vec(), Arc::downgrade(&made));
         Ok(made)
     }
@@ -171,8 +174,9 @@ impl Chip {
             Some(slice) => slice.to_string(),
             None => format!("{} {} devices", ids.len(), client.platform()?),
         };
-        let threads = if options.played { Threads::Each(Mutex::default()) } else { Threads::One(launcher()?) };
+        let threads = if options.played { Threads::Each(Mutex::default()) } else { Threads::One(Launcher::start()?) };
         let (landing, landed) = mpsc::channel();
+        let queue = Arc::<Mutex<Queue>>::default();
         let chip = Arc::new(Chip {
             cache: Cache::new(client.clone(), options.disk)?.with(options.overrides, None).within(&name),
             client,
@@ -188,10 +192,11 @@ impl Chip {
             launched: AtomicU64::new(0),
             order: Mutex::default(),
             threads,
+            queue: queue.clone(),
             landing,
         });
         let weak = Arc::downgrade(&chip);
-        thread("podring-landing", move || land(&landed, &weak))?;
+        thread("podring-landing", move || land(&landed, &queue, &weak))?;
         Ok(chip)
     }
 
@@ -280,7 +285,14 @@ impl Chip {
         let mut order = self.order.lock();
         let mark = order.mark(group.id.0, group.id.1, fingerprint);
         let job = Job { group: group.clone(), call, ticket, deadline, mark };
-        group.jobs.send(job).err().map(|refused| refused.0.call)
+        let untold = self.queue.lock().enter(&job);
+        if untold {
+            let _ = self.landing.send(Landed::Some);
+        }
+        group.jobs.send(job).map(|refused| {
+            self.queue.lock().leave(&refused.ticket);
+            refused.call
+        })
     }
 }
 
@@ -295,7 +307,17 @@ fn thread(name: &str, act: impl FnOnce() + Send + 'static) -> Result<(), PjrtErr
 }
 
 impl Group {
+    /// Fails everything under way and to come, here.
     fn fail(&self, failure: Arc<Failure>) {
+        self.break_with(failure, false);
+    }
+
+    /// The same on all members.
+    fn fail_all(&self, failure: Arc<Failure>) {
+        self.break_with(failure, true);
+    }
+
+    fn break_with(&self, failure: Arc<Failure>, tell: bool) {
         let tickets = {
             let mut state = self.state.lock();
             if state.failed.is_some() {
@@ -307,6 +329,10 @@ impl Group {
             }
             std::mem::take(&mut state.live)
         };
+        if tell {
+            // Before the caller hears of it, who may end the process.
+            self.peers.fail(&failure.to_string());
+        }
         for ticket in tickets {
             ticket.end(Some(failure.clone()));
         }

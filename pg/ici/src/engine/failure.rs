@@ -29,6 +29,17 @@ pub enum Failure {
         /// What each member had called.
         called: Vec<Called>,
     },
+    /// The deadline passed before the call's turn came, on this rank.
+    Queued {
+        /// What was called.
+        op: String,
+        /// Its number in the group.
+        seq: u64,
+        /// The limit.
+        after_ms: u64,
+        /// The call that held it up, and its group, where that is known.
+        ahead: Option<String>,
+    },
     /// Members called different things.
     Mismatch {
         /// The number at which they differ.
@@ -96,7 +107,10 @@ impl Failure {
             Failure::Left { rank, .. }
             | Failure::Aborted { by: Some(rank), .. }
             | Failure::Plugin { rank: Some(rank), .. } => *rank = number(*rank)?,
-            Failure::Aborted { by: None, .. } | Failure::Unsupported { .. } | Failure::Plugin { rank: None, .. } => {}
+            Failure::Queued { .. }
+            | Failure::Aborted { by: None, .. }
+            | Failure::Unsupported { .. }
+            | Failure::Plugin { rank: None, .. } => {}
         }
         Some(failure)
     }
@@ -121,6 +135,13 @@ impl fmt::Display for Failure {
                     }
                 }
                 table(f, called)
+            }
+            Failure::Queued { op, seq, after_ms, ahead } => {
+                write!(f, "{op}, seq {seq}: the timeout of {after_ms} ms passed ")?;
+                match ahead {
+                    Some(ahead) => write!(f, "while it waited behind {ahead}"),
+                    None => f.write_str("before it was launched"),
+                }
             }
             Failure::Mismatch { seq, what, called } => {
                 write!(f, "ranks called different operations at seq {seq}: {what}")?;

@@ -18,24 +18,29 @@ pub struct Machine {
     programs: Cache,
 }
 
+/// XLA's CPU plugin, or none where there is none and none is required.
+pub fn plugin() -> Option<Arc<Plugin>> {
+    let environment = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../.venv");
+    let file = match find(Want::Cpu, &[environment]) {
+        Ok(file) => file,
+        Err(error @ PjrtError::NoPlugin { .. }) => {
+            let required = std::env::var("PODRING_REQUIRE_PJRT").is_ok_and(|value| value == "1");
+            assert!(!required, "{error}");
+            eprintln!("NOT RUN: {error}");
+            return None;
+        }
+        Err(error) => panic!("{error}"),
+    };
+    // SAFETY: XLA's CPU plugin, pinned in requirements/ici.txt.
+    Some(unsafe { Plugin::load(&file) }.unwrap())
+}
+
 /// The machine, or none where there is no plugin and none is required.
 pub fn machine() -> Option<&'static Machine> {
     static MACHINE: OnceLock<Option<Machine>> = OnceLock::new();
     MACHINE
         .get_or_init(|| {
-            let environment = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../.venv");
-            let file = match find(Want::Cpu, &[environment]) {
-                Ok(file) => file,
-                Err(error @ PjrtError::NoPlugin { .. }) => {
-                    let required = std::env::var("PODRING_REQUIRE_PJRT").is_ok_and(|value| value == "1");
-                    assert!(!required, "{error}");
-                    eprintln!("NOT RUN: {error}");
-                    return None;
-                }
-                Err(error) => panic!("{error}"),
-            };
-            // SAFETY: XLA's CPU plugin, pinned in requirements/ici.txt.
-            let plugin = unsafe { Plugin::load(&file) }.unwrap();
+            let plugin = plugin()?;
             let client = Client::create(&plugin, &[("cpu_device_count", Value::Int(DEVICES as i64))]).unwrap();
             assert_eq!(client.devices().len(), DEVICES);
             // The same place and options as in pg/group's tests: each test may be a process of its own, and many programs

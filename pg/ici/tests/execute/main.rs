@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod caching;
+mod chip;
 mod machine;
 mod moves;
 mod reductions;

@@ -205,6 +205,16 @@ fn floats(values: &[f32]) -> Vec<Memory> {
     }]
 }
 
+/// For an all-gather of the world's ranks.
+fn gathered(rank: &Rank) -> Vec<Memory> {
+    let size = rank.size as usize;
+    let mut memory = floats(&[rank.rank as f32; 3000]);
+    memory[0].reduction = None;
+    memory[0].output = Bytes::of(&vec![0; size * 3000 * 4]);
+    memory[0].outs = vec![3000; size];
+    memory
+}
+
 fn read(memory: &[Memory]) -> Vec<f32> {
     memory[0].output.get().chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
 }
@@ -421,6 +431,46 @@ fn a_rank_of_another_slice_that_dies_is_named() {
         assert!(within || error.contains("lost rank 3"), "{error}");
         assert_eq!(wait(&behind).is_ok(), rank.rank < 2);
         assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
+    });
+}
+
+/// A rank waits in a program of its slice's for one whose counterpart, in the other slice, is gone.
+#[test]
+fn a_dead_counterpart_of_another_member_is_named() {
+    run("a_dead_counterpart_of_another_member_is_named", "v5e:1x2*2", &[3], |rank: &Rank| {
+        // Between the slices, then inside. No compile holds up what follows.
+        wait(&on_chip(&rank.world, Kind::AllGather, &mut gathered(rank))).unwrap();
+        if rank.rank == 3 {
+            std::thread::sleep(Duration::from_millis(300));
+            std::process::abort();
+        }
+        let start = Instant::now();
+        let error = wait(&on_chip(&rank.world, Kind::AllGather, &mut gathered(rank))).unwrap_err();
+        assert!(rank.rank == 2 || error.contains("lost rank 3"), "{error}");
+        assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+        // So that nobody is named for having left: rank 0 has heard it from rank 1 while that one lived.
+        std::thread::sleep(Duration::from_secs(2));
+        assert!(rank.rank == 2 || rank.world.error().unwrap().to_string().contains("lost rank 3"));
+    });
+}
+
+/// What fails on one rank where nobody meets it: the others are in the program by then.
+#[test]
+fn what_fails_before_a_launch_reaches_the_others() {
+    run("what_fails_before_a_launch_reaches_the_others", "v5e:2x1", &[], |rank: &Rank| {
+        let mut memory = floats(&[1.0; 100]);
+        wait(&on_chip(&rank.world, Kind::AllReduce, &mut memory)).unwrap();
+        let start = Instant::now();
+        let timeout = (rank.rank == 1).then_some(Duration::ZERO);
+        let call = DeviceCall { timeout, ..DeviceCall::staged(call(Kind::AllReduce, &mut memory)) };
+        let error = wait(&rank.world.post_device(call).unwrap()).unwrap_err();
+        assert!(error.contains("the timeout of 0 ms passed"), "{error}");
+        assert!(rank.rank == 1 || error.contains("aborted by rank 1"), "{error}");
+        if rank.rank == 1 {
+            // Not by its end.
+            std::thread::sleep(Duration::from_secs(2));
+        }
+        assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     });
 }
 

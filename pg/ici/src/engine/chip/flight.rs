@@ -5,10 +5,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
 use podring_collective::Keep;
 use smallvec::SmallVec;
 
-use super::{Chip, Group, Launcher, thread};
+use super::{Chip, Group, queue::Queue};
 use crate::{
     cache::Shared,
     engine::{
@@ -26,6 +27,9 @@ use crate::{
 
 /// How often deadlines of running programs are looked at.
 const TICK: Duration = Duration::from_millis(20);
+
+/// What failed when a program did.
+const RUNNING: &str = "running";
 
 /// A call on its way to the device.
 pub(super) struct Job {
@@ -49,7 +53,7 @@ type Launched = (Arc<Prepared>, SmallVec<[Buffer; 1]>, Event);
 
 pub(super) enum Landed {
     Started(Box<Flight>),
-    /// Some program is done.
+    /// Some program is done, or there is something else to look at.
     Some,
 }
 
@@ -67,21 +71,20 @@ impl OnReady for Bell {
     }
 }
 
-/// A thread that runs calls one after another, until nobody can send any.
-pub(super) fn launcher() -> Result<Arc<Launcher>, PjrtError> {
-    let (jobs, posted) = mpsc::channel::<Job>();
-    thread("podring-chip", move || posted.into_iter().for_each(Job::run))?;
-    Ok(Arc::new(jobs))
-}
-
-/// Waits for programs that were not done when they were launched, and for their deadlines.
-pub(super) fn land(landed: &mpsc::Receiver<Landed>, chip: &Weak<Chip>) {
+/// Waits for programs that were not done when they were launched, and for their deadlines and those of calls whose turn
+/// hasn't come.
+pub(super) fn land(landed: &mpsc::Receiver<Landed>, queue: &Mutex<Queue>, chip: &Weak<Chip>) {
     let mut flights: Vec<Box<Flight>> = Vec::new();
     loop {
-        let limit = if flights.is_empty() { Duration::from_secs(5) } else { TICK };
+        let idle = flights.is_empty() && !queue.lock().watched();
+        let limit = if idle { Duration::from_secs(5) } else { TICK };
         match landed.recv_timeout(limit) {
             Ok(Landed::Started(flight)) => flights.push(flight),
-            Ok(Landed::Some) | Err(mpsc::RecvTimeoutError::Timeout) => {}
+            Ok(Landed::Some) => {}
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                queue.lock().idle();
+                flights.iter().for_each(|flight| flight.job.group.heed());
+            }
             Err(mpsc::RecvTimeoutError::Disconnected) => return,
         }
         // The thread that held the last flight of a chip that is gone is this one.
@@ -89,12 +92,16 @@ pub(super) fn land(landed: &mpsc::Receiver<Landed>, chip: &Weak<Chip>) {
             return;
         }
         let now = Instant::now();
+        let overdue = queue.lock().overdue(now);
+        for (group, failure) in overdue {
+            group.fail_all(Arc::new(failure));
+        }
         let mut index = 0;
         while let Some(flight) = flights.get(index) {
             match flight.event.is_ready() {
                 Ok(false) => {
                     if now >= flight.job.deadline {
-                        flight.job.group.fail(Arc::new(flight.job.overdue()));
+                        flight.job.group.fail_all(Arc::new(flight.job.overdue()));
                     }
                     index += 1;
                 }
@@ -115,6 +122,15 @@ impl Job {
         }
     }
 
+    fn never_launched(&self) -> Failure {
+        Failure::Queued {
+            op: self.call.collective.to_string(),
+            seq: self.ticket.seq(),
+            after_ms: u64::try_from(self.ticket.timeout().as_millis()).unwrap_or(u64::MAX),
+            ahead: None,
+        }
+    }
+
     fn plugin_failure(&self, doing: &'static str, error: PjrtError) -> Arc<Failure> {
         Arc::new(Failure::Plugin {
             doing,
@@ -129,6 +145,7 @@ impl Job {
     /// On a thread of the chip's.
     pub fn run(self) {
         let group = self.group.clone();
+        group.chip.queue.lock().leave(&self.ticket);
         let launching = Launching::until(self.deadline, self.mark).watching({
             let peers = group.peers.clone();
             move || peers.over()
@@ -143,13 +160,13 @@ impl Job {
             state.current = Some(launching.clone());
         }
         let outcome = match self.deadline.checked_duration_since(Instant::now()) {
-            None => Err(Arc::new(self.overdue())),
+            None => Err(Arc::new(self.never_launched())),
             Some(_) => launching.run(|| self.launch(&launching)),
         };
         group.state.lock().current = None;
         match outcome {
             Err(failure) => {
-                group.fail(failure.clone());
+                group.fail_of(failure.clone());
                 self.end(Some(failure));
             }
             Ok((prepared, outputs, event)) => {
@@ -265,7 +282,7 @@ impl Job {
             |_, _, buffer| outputs.push(buffer),
             |_, event| done = Some(event),
         );
-        outcome.map_err(|error| self.plugin_failure("running", error))?;
+        outcome.map_err(|error| self.plugin_failure(RUNNING, error))?;
         self.ticket.stamp(|times| times.returned = now());
         chip.launched.fetch_add(1, Relaxed);
         match done {
@@ -299,6 +316,24 @@ impl Job {
     }
 }
 
+impl Group {
+    /// Fails if another member has told of a failure.
+    fn heed(&self) {
+        if let Some(why) = self.peers.over() {
+            self.fail(Arc::new(Failure::Aborted { by: None, why }));
+        }
+    }
+
+    /// Fails the group of a call that failed. Whoever plays a program has told the others of what failed in it.
+    fn fail_of(&self, failure: Arc<Failure>) {
+        if self.chip.played && matches!(*failure, Failure::Plugin { doing: RUNNING, .. }) {
+            self.fail(failure);
+        } else {
+            self.fail_all(failure);
+        }
+    }
+}
+
 /// What lets go of memory may do anything: never on the chip's own threads.
 pub(super) fn release(runner: &Runner, keep: Keep) {
     runner(Box::new(move || drop(keep)));
@@ -309,7 +344,7 @@ impl Flight {
     fn end(self) {
         let Flight { mut job, prepared, mut outputs, event } = self;
         let group = job.group.clone();
-        let outcome = event.wait().map_err(|error| job.plugin_failure("running", error));
+        let outcome = event.wait().map_err(|error| job.plugin_failure(RUNNING, error));
         job.ticket.stamp(|times| times.computed = now());
         let outcome = outcome.and_then(|()| {
             if job.call.inputs.is_some() {
@@ -334,7 +369,7 @@ impl Flight {
         });
         drop(outputs);
         if let Err(failure) = &outcome {
-            group.fail(failure.clone());
+            group.fail_of(failure.clone());
         }
         job.end(outcome.err());
     }
