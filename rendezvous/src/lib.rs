@@ -16,6 +16,7 @@ mod runtime;
 pub mod secret;
 pub mod serve;
 pub mod session;
+mod settings;
 mod wire;
 
 /// An error with its causes, each once.

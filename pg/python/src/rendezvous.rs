@@ -129,7 +129,7 @@ impl Rendezvous for Coordinated {
             detail,
             hosts: if played { Vec::new() } else { launch.hosts(size) },
             expected: if played { Vec::new() } else { launch.local_ranks() },
-            first_host: value(&launch.master_address),
+            first_host: value(&launch.first_host()),
         };
         let joined = newcomer.join(interrupted).map_err(|error| told(error, forming))?;
         let world = world(&joined, size).map_err(|why| failed(Kind::Mismatch, why))?;
@@ -192,7 +192,7 @@ fn told(error: JoinError, forming: &Forming<'_>) -> Error {
             return Error::Rendezvous { kind: Kind::PeerLost, why, group, rank };
         }
         JoinError::Credential(_) => Kind::Invalid,
-        JoinError::Seat(_) | JoinError::Start(_) => Kind::Network,
+        JoinError::Seat(_) | JoinError::Start(_) | JoinError::Ports { .. } => Kind::Network,
     };
     Error::Rendezvous { kind, why: format!("forming the group: {error}"), group, rank }
 }
