@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from podring_torch import Face
     from torch._C._distributed_c10d import Backend as C10dBackend
 
+_log = logging.getLogger("podring")
 # Seconds that the interpreter's end may be held up by callbacks that still run.
 _DRAIN_SECONDS = 5.0
 
@@ -92,6 +94,21 @@ def _create(name: str, opts: Any, backend_options: object | None) -> C10dBackend
         )
     backend = face().create(opts, backend_options, name)
     # The first group is the default group, of all ranks: programs' collectives run over groups made of it.
-    if not dist.is_initialized() and _hook.on_virtual_slice():
-        face().lend_world(backend)
+    if not dist.is_initialized():
+        _tell_of_launchers(opts.group_rank, opts.group_size)
+        if _hook.on_virtual_slice():
+            face().lend_world(backend)
     return backend
+
+
+def _tell_of_launchers(rank: int, world_size: int) -> None:
+    """Logs where launchers' variables disagree and which one decides; as a warning if that isn't usual."""
+    from podring import _core
+
+    try:
+        notes = _core.launch_notes(rank, world_size)
+    except ValueError:
+        # Nobody asked them: forming asks, and fails, unless it is over the store alone or of one rank.
+        return
+    for text, usual in notes:
+        _log.log(logging.INFO if usual else logging.WARNING, "rank %d: %s", rank, text)
