@@ -111,7 +111,7 @@ def test_timeout_of_forming_a_group_names_the_missing() -> None:
 
         if os.environ["RANK"] in ("1", "3"):
             return None
-        return fails(lambda: init(seconds=1.5))
+        return fails(lambda: init(seconds=4))
 
     ends = attempt(body, 4, init=False, timeout=30)
     for rank in (0, 2):

@@ -79,7 +79,14 @@ impl Shared {
             }
             if now - asked >= NAP {
                 asked = now;
-                if interrupted() {
+                // Asking may take the interpreter's lock, which another thread may hold for long: meanwhile the progress
+                // thread drives, or peers would take this process for lost.
+                if self.foreground.fetch_sub(1, Ordering::SeqCst) == 1 {
+                    self.hand_over();
+                }
+                let stop = interrupted();
+                self.foreground.fetch_add(1, Ordering::SeqCst);
+                if stop {
                     break Waited::Interrupted;
                 }
             }
@@ -166,9 +173,9 @@ impl Shared {
                 self.wake_passengers();
                 if !engine.callbacks.is_empty() {
                     // Somebody waits for them, perhaps before going on with what this thread waits for.
-                    for callback in std::mem::take(&mut engine.callbacks) {
-                        self.pool.run(callback);
-                    }
+                    self.release(engine, true);
+                    let Some(again) = self.engine.try_lock() else { return };
+                    engine = again;
                 }
             }
             rounds += 1;

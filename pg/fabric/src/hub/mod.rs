@@ -39,6 +39,7 @@ use crate::handshake::{Job, Secret};
 use crate::memory::SharedPool;
 use crate::wire::HubId;
 use channel::Channel;
+use endpoint::Endpoint;
 use engine::{Engine, Request};
 use net::Net;
 use ticket::Tickets;
@@ -339,7 +340,12 @@ impl Hub {
 
     /// Gives a ticket back for reuse.
     pub fn recycle(&self, ticket: Arc<Ticket>) {
-        self.0.tickets.give(ticket);
+        // In a forked child the lock may be one that a thread held which isn't there.
+        if self.check_fork().is_ok() {
+            self.0.tickets.give(ticket);
+        } else {
+            std::mem::forget(ticket);
+        }
     }
 
     /// Works until an operation has ended, `limit` has passed, or `interrupted` (asked now and then) says to stop.
@@ -361,21 +367,42 @@ impl Hub {
     /// Works until what was said of failures has left for the others: some of them may have to be called first. `false`
     /// if it hadn't after [`LOOKS`] at it, some half a second; that of those who asked before counts.
     pub fn settle(&self) -> bool {
+        self.flush_until(|engine| {
+            engine.settling += 1;
+            match engine.endpoints.iter().any(Endpoint::has_reports) {
+                true => (engine.settling >= LOOKS).then_some(false),
+                false => Some(true),
+            }
+        })
+    }
+
+    /// The same for all that was said or sent: the process is about to end.
+    pub fn finish(&self) -> bool {
+        let mut looks = 0;
+        self.flush_until(|engine| {
+            looks += 1;
+            match engine.endpoints.iter().any(|peer| peer.dead.is_none() && peer.has_output()) {
+                true => (looks >= LOOKS).then_some(false),
+                false => Some(true),
+            }
+        })
+    }
+
+    fn flush_until(&self, mut done: impl FnMut(&mut Engine) -> Option<bool>) -> bool {
         while self.check_fork().is_ok() {
-            let looks = self.with(|engine| {
-                engine.endpoints.iter().any(endpoint::Endpoint::has_reports).then(|| {
-                    engine.drive();
+            let end = self.with(|engine| {
+                engine.drive();
+                let end = done(engine);
+                if end.is_none() {
                     engine.poll_sockets();
                     engine.tick(Instant::now());
-                    engine.settling += 1;
-                    engine.settling
-                })
+                }
+                end
             });
-            match looks {
-                None => return true,
-                Some(looks) if looks >= LOOKS => return false,
-                Some(_) => std::thread::sleep(LOOK),
+            if let Some(end) = end {
+                return end;
             }
+            std::thread::sleep(LOOK);
         }
         true
     }
@@ -425,12 +452,12 @@ mod tests {
         let engine = {
             let mut engine = hubs[0].0.engine.lock();
             engine.fail_channel(3, why(), true);
-            assert!(engine.endpoints.iter().any(endpoint::Endpoint::has_output));
+            assert!(engine.endpoints.iter().any(Endpoint::has_output));
             engine
         };
         hubs[0].0.release(engine, false);
         let engine = hubs[0].0.engine.lock();
-        assert!(!engine.endpoints.iter().any(endpoint::Endpoint::has_output));
+        assert!(!engine.endpoints.iter().any(Endpoint::has_output));
         drop(engine);
         assert!(hubs[0].settle());
         let until = Instant::now() + Duration::from_secs(10);

@@ -1,4 +1,5 @@
 use super::super::endpoint::Item;
+use super::super::engine::{Receiving, Stage};
 use super::*;
 use crate::handshake::Secret;
 use crate::memory::SharedPool;
@@ -255,4 +256,34 @@ fn an_unknown_interface_is_named() {
     let config = Config { interfaces: interfaces::Selection::parse("lo,nosuch0").unwrap(), ..Config::default() };
     let error = Net::new(HubId(1), &config, "a".into(), "machine".into(), "a".into()).err().unwrap().to_string();
     assert!(error.contains("nosuch0") && error.contains("this host has") && error.contains("lo"), "{error}");
+}
+
+/// A process that was given up may still listen.
+#[test]
+fn who_was_given_up_is_not_called_again() {
+    let ([mut engine, _other], [to, _]) = pair(["a", "a"]);
+    engine.mark_dirty(to);
+    engine.lose(to, "silent".into());
+    engine.mark_dirty(to);
+    engine.flush_dirty();
+    assert!(matches!(engine.endpoints[to as usize].out, Out::Idle));
+    assert_eq!(engine.net.unwelcomed, 0);
+    assert!(!engine.busy());
+}
+
+/// Permission to read a peer's memory goes while several messages wait to be read.
+#[test]
+fn all_that_can_no_longer_be_read_is_asked_for() {
+    let ([mut engine, _other], [from, _]) = pair(["a", "a"]);
+    let mut memory = [0u8; 8];
+    for cookie in 0..2 {
+        let (op, data) = (Default::default(), memory.as_mut_ptr());
+        let stage = Stage::Pulling { addr: 0, cookie };
+        let recv = engine.recvs.insert(Receiving { op, lane: 0, endpoint: from, data, len: 8, got: 0, stage });
+        engine.pulls.push_back(recv);
+    }
+    while engine.pull() {}
+    assert!(engine.recvs.values().all(|receiving| receiving.stage == Stage::Streaming));
+    let cleared = |item: &&Item| matches!(item, Item::Bare(header) if header.frame == Frame::Clear);
+    assert_eq!(engine.endpoints[from as usize].items.iter().filter(cleared).count(), 2);
 }
