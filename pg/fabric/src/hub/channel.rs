@@ -304,11 +304,13 @@ impl Channel {
         failure
     }
 
-    /// A failure as a call that comes after it is told of it: if its table asks for that very call, the row is known now.
+    /// A failure as a call that comes after it is told of it: if ranks differed in that very call, its row is known now.
+    /// (Where a deadline passed, that it hadn't come by then is what the table is there to show.)
     pub fn with_call(&self, failure: &Arc<Failure>, record: &Record) -> Arc<Failure> {
         let open = |row: &LedgerRow| row.called == SILENT || row.called.starts_with(NOTHING_YET);
         let mut told = (**failure).clone();
-        if !record.kind.is_point_to_point()
+        if matches!(told, Failure::Mismatch { .. })
+            && !record.kind.is_point_to_point()
             && let Some((seq, ledger)) = told.ledger_mut()
             && seq == record.seq
             && let Some(row) = ledger.iter_mut().find(|row| row.rank == self.me && open(row))
