@@ -2,7 +2,7 @@
 //! the launcher lets all ranks look.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::path::PathBuf;
+use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -10,8 +10,9 @@ use sha2::{Digest as _, Sha256};
 
 use crate::coordinator::{Config, Coordinator, StartError};
 use crate::host::{Joining, Role, Seat, SeatError, Wait};
-use crate::secret::{BadCredential, Tls, Token};
+use crate::secret::{BadCredential, Token};
 use crate::session::Access;
+pub use crate::settings::{BadSetting, Settings};
 
 /// Version of the published record.
 const VERSION: u32 = 1;
@@ -44,74 +45,6 @@ pub struct BoardError {
     pub key: String,
     /// The store's words.
     pub why: String,
-}
-
-/// A setting that can't be used.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{variable}={got:?}: expected {expected}")]
-pub struct BadSetting {
-    /// The variable.
-    pub variable: &'static str,
-    /// What it should be.
-    pub expected: &'static str,
-    /// What it is.
-    pub got: String,
-}
-
-/// How this job's coordinator is reached and trusted.
-#[derive(Clone, Debug, Default)]
-pub struct Settings {
-    /// PODRING_COORDINATOR: host:port of a coordinator of its own; without it rank 0 starts one.
-    pub coordinator: Option<String>,
-    /// PODRING_TOKEN_FILE: holds the job's token, on every host.
-    pub token_file: Option<PathBuf>,
-    /// PODRING_TLS_CERT, PODRING_TLS_KEY, PODRING_TLS_CA.
-    pub tls: Option<Tls>,
-    /// PODRING_TLS_NAME: the name in the coordinator's certificate, if it isn't the host of its address.
-    pub tls_name: Option<String>,
-    /// PODRING_SILENCE_MS; 10 s by default.
-    pub silence: Option<Duration>,
-}
-
-impl Settings {
-    /// Reads variables through `lookup`; one that is empty counts as not set.
-    pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Settings, BadSetting> {
-        let text = |name: &str| lookup(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty());
-        let path = |name: &str| text(name).map(PathBuf::from);
-        let coordinator = text("PODRING_COORDINATOR");
-        if let Some(got) = coordinator.as_ref().filter(|got| crate::session::split_endpoint(got).is_none()) {
-            let expected = "host:port, an IPv6 literal in brackets";
-            return Err(BadSetting { variable: "PODRING_COORDINATOR", expected, got: got.clone() });
-        }
-        let three = [("PODRING_TLS_CERT", "cert"), ("PODRING_TLS_KEY", "key"), ("PODRING_TLS_CA", "ca")];
-        let tls = match three.map(|(name, _)| path(name)) {
-            [Some(cert), Some(key), Some(ca)] => Some(Tls { ca, cert, key }),
-            [None, None, None] => None,
-            given => {
-                let missing = three.iter().zip(&given).find(|(_, given)| given.is_none());
-                let variable = missing.map_or("PODRING_TLS_CERT", |((name, _), _)| *name);
-                let expected = "PODRING_TLS_CERT, PODRING_TLS_KEY and PODRING_TLS_CA together";
-                return Err(BadSetting { variable, expected, got: String::new() });
-            }
-        };
-        let silence = match text("PODRING_SILENCE_MS") {
-            None => None,
-            Some(got) => match got.parse::<u64>() {
-                Ok(ms) if ms >= 100 => Some(Duration::from_millis(ms)),
-                _ => {
-                    let expected = "milliseconds, 100 or more";
-                    return Err(BadSetting { variable: "PODRING_SILENCE_MS", expected, got });
-                }
-            },
-        };
-        let (token_file, tls_name) = (path("PODRING_TOKEN_FILE"), text("PODRING_TLS_NAME"));
-        Ok(Settings { coordinator, token_file, tls, tls_name, silence })
-    }
-
-    /// Whether the job has a token, from which its secret is derived: given, or made by rank 0.
-    pub fn has_token(&self) -> bool {
-        self.token_file.is_some() || self.coordinator.is_none() && self.tls.is_none()
-    }
 }
 
 /// A rank that joins.
@@ -195,9 +128,27 @@ pub enum JoinError {
     /// The coordinator can't start.
     #[error("rank 0 can't start the coordinator: {0}")]
     Start(#[from] StartError),
+    /// None of the ports that it may have is free.
+    #[error(
+        "PODRING_COORDINATOR_PORT={}: rank 0 can't start the coordinator on {}: {source}", shown(ports),
+        if ports.start() == ports.end() { "it" } else { "any of them; the last" }
+    )]
+    Ports {
+        /// The setting.
+        ports: RangeInclusive<u16>,
+        /// The last port's failure.
+        source: StartError,
+    },
     /// A token can't be used.
     #[error(transparent)]
     Credential(#[from] BadCredential),
+}
+
+fn shown(ports: &RangeInclusive<u16>) -> String {
+    match (ports.start(), ports.end()) {
+        (first, last) if first == last => first.to_string(),
+        (first, last) => format!("{first}-{last}"),
+    }
 }
 
 fn on(host: &Option<String>) -> String {
@@ -279,7 +230,10 @@ impl Newcomer<'_> {
         let token = if strong { token } else { Some(Token::fresh()?) };
         let mut config = Config { token: token.clone(), tls: self.settings.tls.clone(), ..Config::default() };
         config.silence = self.settings.silence.unwrap_or(config.silence);
-        let coordinator = start(config)?;
+        let coordinator = match &self.settings.ports {
+            Some(ports) => start_on(config, ports)?,
+            None => start(config, 0)?,
+        };
         let port = coordinator.addresses().first().map_or(0, SocketAddr::port);
         let mut job = [0; 16];
         getrandom::fill(&mut job).map_err(|error| StartError::System { what: "randomness", why: error.to_string() })?;
@@ -443,12 +397,25 @@ impl Newcomer<'_> {
 }
 
 /// On every address of this host, IPv4 and IPv6, where there is IPv6.
-fn start(config: Config) -> Result<Coordinator, StartError> {
-    let any = |ip: IpAddr| Config { bind: vec![SocketAddr::new(ip, 0)], ..config.clone() };
+fn start(config: Config, port: u16) -> Result<Coordinator, StartError> {
+    let any = |ip: IpAddr| Config { bind: vec![SocketAddr::new(ip, port)], ..config.clone() };
     Coordinator::start(any(Ipv6Addr::UNSPECIFIED.into())).or_else(|error| match error {
-        StartError::Bind { .. } => Coordinator::start(any(Ipv4Addr::UNSPECIFIED.into())),
+        // A port that somebody has for IPv6 alone isn't ours for IPv4 alone.
+        StartError::Bind { taken: false, .. } => Coordinator::start(any(Ipv4Addr::UNSPECIFIED.into())),
         error => Err(error),
     })
+}
+
+/// On the first port that is free.
+fn start_on(config: Config, ports: &RangeInclusive<u16>) -> Result<Coordinator, JoinError> {
+    let mut port = *ports.start();
+    loop {
+        match start(config.clone(), port) {
+            Err(StartError::Bind { taken: true, .. }) if port < *ports.end() => port += 1,
+            Err(source @ StartError::Bind { .. }) => return Err(JoinError::Ports { ports: ports.clone(), source }),
+            started => return Ok(started?),
+        }
+    }
 }
 
 fn agent_name(job: &str, host_id: &str) -> String {
@@ -464,31 +431,25 @@ fn hex(bytes: impl AsRef<[u8]>) -> String {
 mod tests {
     use super::*;
 
-    fn settings(pairs: &[(&str, &str)]) -> Result<Settings, BadSetting> {
-        Settings::from_lookup(|name| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned()))
-    }
-
     #[test]
-    fn settings_are_read_and_named_when_wrong() {
-        let none = settings(&[("PODRING_COORDINATOR", " ")]).unwrap();
-        assert!(none.coordinator.is_none() && none.tls.is_none() && none.has_token());
-        let all = settings(&[
-            ("PODRING_COORDINATOR", "[::1]:5"),
-            ("PODRING_TLS_CERT", "c"),
-            ("PODRING_TLS_KEY", "k"),
-            ("PODRING_TLS_CA", "a"),
-            ("PODRING_SILENCE_MS", "1000"),
-        ])
-        .unwrap();
-        assert_eq!(all.tls.as_ref().unwrap().key, PathBuf::from("k"));
-        assert!(all.silence == Some(Duration::from_secs(1)) && !all.has_token());
-        for (pairs, variable) in [
-            (&[("PODRING_COORDINATOR", "host")][..], "PODRING_COORDINATOR"),
-            (&[("PODRING_COORDINATOR", "::1:5")], "PODRING_COORDINATOR"),
-            (&[("PODRING_SILENCE_MS", "0")], "PODRING_SILENCE_MS"),
-            (&[("PODRING_TLS_CERT", "c"), ("PODRING_TLS_CA", "a")], "PODRING_TLS_KEY"),
-        ] {
-            assert_eq!(settings(pairs).unwrap_err().variable, variable);
-        }
+    fn the_first_free_port_is_taken() {
+        // Two neighbours that are free just now.
+        let (first, taken) = loop {
+            let one = std::net::TcpListener::bind("[::]:0").unwrap();
+            let port = one.local_addr().unwrap().port();
+            if port < u16::MAX && std::net::TcpListener::bind(("::", port + 1)).is_ok() {
+                break (port, one);
+            }
+        };
+        let range = first..=first + 1;
+        let coordinator = start_on(Config::default(), &range).unwrap();
+        assert_eq!(coordinator.addresses()[0].port(), first + 1);
+        let error = start_on(Config::default(), &range).err().unwrap().to_string();
+        let (all, last) =
+            (format!("PODRING_COORDINATOR_PORT={first}-{}: rank 0", first + 1), format!("[::]:{}", first + 1));
+        assert!(error.starts_with(&all) && error.contains(&last) && error.contains("in use"), "{error}");
+        let error = start_on(Config::default(), &(first..=first)).err().unwrap().to_string();
+        assert!(error.contains(&format!("PODRING_COORDINATOR_PORT={first}: ")), "{error}");
+        drop(taken);
     }
 }

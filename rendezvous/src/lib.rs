@@ -17,6 +17,7 @@ pub mod secret;
 mod seldom;
 pub mod serve;
 pub mod session;
+mod settings;
 mod wire;
 
 /// An error with its causes, each once.

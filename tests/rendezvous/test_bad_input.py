@@ -330,7 +330,7 @@ def test_launcher_that_says_otherwise() -> None:
 
 
 def contradicting_launchers() -> list[End]:
-    return ends("one host", {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ranks=2)
+    return ends("one host", {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ranks=2)
 
 
 def test_launchers_that_contradict_each_other(confused: servers.Jobs) -> None:

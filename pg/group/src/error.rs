@@ -68,9 +68,17 @@ pub enum Error {
         /// The group and this rank.
         place: Place,
     },
-    /// The group's devices can't be used.
+    /// The process's devices can't be used.
     #[error(transparent)]
     Devices(#[from] crate::engine::DeviceError),
+    /// The group's devices can't be.
+    #[error("{source} [{place}]")]
+    Unopened {
+        /// Why.
+        source: Box<crate::engine::DeviceError>,
+        /// The group and this rank.
+        place: Box<Place>,
+    },
     /// A wait with a time limit of its own ended before the operation, which is still under way.
     #[error("wait on {op}, seq {seq}, timed out after {after_ms} ms; the operation is still under way [{place}]")]
     WaitTimeout {
@@ -84,7 +92,7 @@ pub enum Error {
         place: Place,
     },
     /// Some ranks didn't come.
-    #[error("{what}: no sign of rank{} {} within {after_ms} ms; {present} of {size} came [group {group}, rank {rank}]", if missing.len() == 1 { "" } else { "s" }, list(missing))]
+    #[error("{what}: no sign of rank{} {} within {after_ms} ms; {present} of {size} came [{place}]", if missing.len() == 1 { "" } else { "s" }, list(missing))]
     Missing {
         /// What they were awaited for.
         what: &'static str,
@@ -96,14 +104,12 @@ pub enum Error {
         size: u32,
         /// The limit.
         after_ms: u64,
-        /// The group's name.
-        group: String,
-        /// This rank.
-        rank: u32,
+        /// The group and this rank.
+        place: Box<Place>,
     },
     /// The world didn't form: some ranks didn't come.
     #[error(
-        "forming the group: no sign of rank{} {} within {after_ms} ms; {} of {size} came{} [group {group}, rank {rank}]",
+        "forming the group: no sign of rank{} {} within {after_ms} ms; {} of {size} came{} [{place}]",
         if missing.len() == 1 { "" } else { "s" },
         list(&missing.iter().map(at).collect::<Vec<_>>()),
         *size as usize - missing.len().min(*size as usize),
@@ -118,22 +124,18 @@ pub enum Error {
         size: u32,
         /// The limit.
         after_ms: u64,
-        /// The group's name.
-        group: String,
-        /// This rank.
-        rank: u32,
+        /// The group and this rank.
+        place: Box<Place>,
     },
     /// The job's coordinator can't be found or used, or says no.
-    #[error("{why} [group {group}, rank {rank}]")]
+    #[error("{why} [{place}]")]
     Rendezvous {
         /// What kind of failure.
         kind: Kind,
         /// Why.
         why: String,
-        /// The group's name.
-        group: String,
-        /// This rank.
-        rank: u32,
+        /// The group and this rank.
+        place: Box<Place>,
     },
     /// A monitored barrier that not everybody passed.
     #[error("{} [{place}]", barrier_text(place.rank, missing, *after_ms))]
@@ -147,7 +149,7 @@ pub enum Error {
         place: Place,
     },
     /// Ranks disagree on the group itself.
-    #[error("rank {rank} has {what} {mine}, but rank {other} has {theirs} [group {group}]")]
+    #[error("rank {} has {what} {mine}, but rank {other} has {theirs} [{place}]", place.rank)]
     Disagree {
         /// On what.
         what: &'static str,
@@ -157,16 +159,14 @@ pub enum Error {
         theirs: String,
         /// The other.
         other: u32,
-        /// The group's name.
-        group: String,
-        /// This rank.
-        rank: u32,
+        /// The group and this rank.
+        place: Box<Place>,
     },
     /// The launcher's store failed.
-    #[error("rank {rank}: store: {source}")]
+    #[error("rank {}: store: {source} [{place}]", place.rank)]
     Store {
-        /// This rank.
-        rank: u32,
+        /// The group and this rank.
+        place: Box<Place>,
         /// What it said.
         source: StoreError,
     },
@@ -272,7 +272,7 @@ impl Error {
                 Of::Plugin { .. } => Kind::Internal,
             },
             Error::NoDevices { .. } => Kind::Unsupported,
-            Error::Devices(_) => Kind::Invalid,
+            Error::Devices(_) | Error::Unopened { .. } => Kind::Invalid,
             Error::WaitTimeout { .. } | Error::Missing { .. } | Error::Absent { .. } | Error::Barrier { .. } => {
                 Kind::Timeout
             }

@@ -88,14 +88,8 @@ impl ProcessGroup {
         let process = runtime.0.clone();
         let Config { rank, size, name, global_ranks, timeout, store, rendezvous } = config;
         process.hub.check_fork()?;
-        let epoch = {
-            let mut epochs = process.epochs.lock();
-            let count = epochs.entry(name.clone()).or_insert(0);
-            *count += 1;
-            *count - 1
-        };
         let own = |ranks: &&Vec<u32>| ranks.iter().enumerate().any(|(number, &global)| number as u32 != global);
-        let members = global_ranks.as_ref().filter(own).map(|ranks| ranks.as_slice().into());
+        let members: Option<Arc<[u32]>> = global_ranks.as_ref().filter(own).map(|ranks| ranks.as_slice().into());
         let current = process.current.lock().get();
         let within = global_ranks.as_ref().zip(current).filter(|(ranks, standing)| {
             let members = &standing.world.members;
@@ -103,15 +97,17 @@ impl ProcessGroup {
                 && ranks.iter().all(|&global| (global as usize) < members.len())
                 && ranks.get(rank as usize).is_some_and(|&me| members[me as usize] == *process.hub.address())
         });
+        let epoch = within.as_ref().map_or(&process.epochs, |(_, standing)| &standing.epochs).next(&name);
         let (world, seat, stands_for) = match within {
-            Some((ranks, Standing { world, seat })) => {
+            Some((ranks, Standing { world, seat, .. })) => {
                 let members = ranks.iter().map(|&global| world.members[global as usize].clone()).collect();
                 (Arc::new(World { members, ..(*world).clone() }), seat, None)
             }
             None => {
                 let address = process.hub.address();
                 let secret = process.hub.secret();
-                let forming = Forming { name: &name, epoch, rank, size, timeout, address, secret };
+                let members = members.as_ref();
+                let forming = Forming { name: &name, epoch, rank, size, members, timeout, address, secret };
                 // A world of one needs nobody to tell it of the others.
                 let rendezvous = rendezvous.filter(|_| global_ranks.is_none() && size > 1);
                 let (world, seat) = match rendezvous {
@@ -126,7 +122,7 @@ impl ProcessGroup {
                     seat.listen(Box::new(act_on(Arc::downgrade(&process), world.clone())));
                 }
                 if global_ranks.is_none() {
-                    let standing = Standing { world: world.clone(), seat: seat.clone() };
+                    let standing = Standing { world: world.clone(), seat: seat.clone(), epochs: Arc::default() };
                     process.current.lock().set(standing.clone());
                     (world, seat, Some(standing))
                 } else {
@@ -151,7 +147,11 @@ impl ProcessGroup {
                     epoch,
                     store: &store,
                 });
-                let engine = opened.inspect_err(|_| process.hub.close(id))?;
+                let engine = opened.map_err(|source| {
+                    process.hub.close(id);
+                    let place = Box::new(Place { group: name.clone(), rank, members: members.clone() });
+                    Error::Unopened { source: Box::new(source), place }
+                })?;
                 if let Some(engine) = &engine {
                     let mut engines = process.engines.lock();
                     engines.retain(|(_, engine)| engine.strong_count() > 0);
@@ -411,7 +411,7 @@ impl Drop for Inner {
 impl Inner {
     /// Gives up the world that this group stands for.
     fn leave(&self) {
-        let Some(Standing { world, seat }) = &self.world else { return };
+        let Some(Standing { world, seat, .. }) = &self.world else { return };
         self.process.current.lock().clear(world.id);
         if let Some(seat) = seat {
             seat.leave();

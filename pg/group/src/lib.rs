@@ -11,7 +11,7 @@ mod store;
 mod watchdog;
 mod world;
 
-pub use error::{Error, Kind};
+pub use error::{Error, Kind, Place};
 pub use group::{Config, ProcessGroup, Work};
 pub use membership::{Membership, StoreMembership};
 pub use podring_fabric::error::{Failure, LedgerRow};

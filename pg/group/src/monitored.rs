@@ -52,8 +52,8 @@ impl Visit<'_> {
     }
 
     fn failed(&self) -> impl Fn(StoreError) -> Error + use<> {
-        let rank = self.group.rank();
-        move |source| Error::Store { rank, source }
+        let place = Box::new(self.group.place());
+        move |source| Error::Store { place: place.clone(), source }
     }
 
     fn has(&self, key: String) -> Result<bool, Error> {

@@ -183,3 +183,60 @@ fn a_failure_that_a_member_reported_fails_the_group() {
         assert!(noted[0][0].1.contains("enough") && noted[1].is_empty(), "{noted:?}");
     });
 }
+
+/// Groups of fresh names leave nothing behind once their world has ended; within it a name keeps its count, so that a
+/// group of it made again is another one.
+#[test]
+fn names_are_forgotten_with_their_world() {
+    let runtime = Runtime::start(podring_fabric::hub::Config::default()).unwrap();
+    let store = MemoryStore::default();
+    let form = |name: &str, global_ranks| {
+        let (timeout, store) = (Duration::from_secs(10), Arc::new(store.clone()));
+        let config = Config { rank: 0, size: 1, name: name.into(), global_ranks, timeout, store, rendezvous: None };
+        ProcessGroup::form(&runtime, config, || false).unwrap()
+    };
+    let process = &runtime.0;
+    for life in 0..3 {
+        let world = form("world", None);
+        let epochs = Arc::downgrade(&process.current.lock().get().unwrap().epochs);
+        let mut channels: Vec<u64> = Vec::new();
+        for number in 0..100 {
+            let group = form(&format!("{}", number % 50), Some(vec![0]));
+            channels.push(group.0.channel);
+            group.shutdown();
+        }
+        channels.sort_unstable();
+        channels.dedup();
+        assert_eq!((channels.len(), epochs.upgrade().unwrap().names()), (100, 50));
+        world.shutdown();
+        drop(world);
+        assert!(epochs.upgrade().is_none(), "life {life}");
+        assert_eq!(process.epochs.names(), 1);
+    }
+    runtime.stop();
+}
+
+/// A subgroup without a default group that podring formed: its members meet in the store, and one doesn't come.
+#[test]
+fn an_error_of_forming_says_whose_numbers_it_has() {
+    let forming = |members: &[u32], rank| {
+        let runtime = Runtime::start(podring_fabric::hub::Config::default()).unwrap();
+        let config = Config {
+            rank,
+            size: 2,
+            name: "part".into(),
+            global_ranks: Some(members.to_vec()),
+            timeout: Duration::from_millis(100),
+            store: Arc::new(MemoryStore::default()),
+            rendezvous: None,
+        };
+        let error = ProcessGroup::form(&runtime, config, || false).err().unwrap();
+        runtime.stop();
+        error.to_string()
+    };
+    let error = forming(&[1, 2], 0);
+    assert!(error.contains("no sign of rank 1 within 100 ms"), "{error}");
+    assert!(error.ends_with("[group part of ranks 1, 2 (its rank 0)]"), "{error}");
+    let error = forming(&[0, 1], 1);
+    assert!(error.ends_with("[group part, rank 1]"), "{error}");
+}

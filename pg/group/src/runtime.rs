@@ -7,12 +7,11 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use podring_fabric::fork;
 use podring_fabric::hub::{self, Hub};
-use rustc_hash::FxHashMap;
 
 use crate::engine::{Devices, Engine, Hardware, Line};
 use crate::error::Error;
 use crate::watchdog::Watchdog;
-use crate::world::Current;
+use crate::world::{Current, Epochs};
 
 /// A hub and what the groups over it share. Cheap to clone.
 #[derive(Clone)]
@@ -22,8 +21,8 @@ pub(crate) struct Process {
     pub hub: Hub,
     pub watchdog: Arc<Watchdog>,
     pub current: Mutex<Current>,
-    /// How often a group of each name was made.
-    pub epochs: Mutex<FxHashMap<String, u64>>,
+    /// Of the groups that no world of this process's knows: default groups, and those formed over their own store.
+    pub epochs: Epochs,
     /// The job's devices, if this rank has one.
     pub devices: Option<Hardware>,
     /// Device engines by their group's channel.
@@ -56,7 +55,7 @@ impl Runtime {
             hub: Hub::start(config)?,
             watchdog: Arc::new(Watchdog::default()),
             current: Mutex::new(Current::default()),
-            epochs: Mutex::new(FxHashMap::default()),
+            epochs: Epochs::default(),
             devices,
             engines: Mutex::new(Vec::new()),
             line: Arc::default(),

@@ -3,13 +3,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use podring_fabric::handshake::{Job, MAC, Secret};
 use podring_fabric::hub::Address;
+use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 
 use podring_fabric::error::HubError;
 
-use crate::error::Error;
+use crate::error::{Error, Place};
 use crate::rendezvous::Seat;
 use crate::store::{Store, StoreError};
 
@@ -48,12 +50,21 @@ pub struct Forming<'a> {
     pub rank: u32,
     /// How many come.
     pub size: u32,
+    /// Their ranks in the default group, where those aren't the group's own numbers.
+    pub members: Option<&'a Arc<[u32]>>,
     /// How long to wait for them.
     pub timeout: Duration,
     /// This process.
     pub address: &'a Address,
     /// The job's secret, from outside.
     pub secret: Option<&'a Secret>,
+}
+
+impl Forming<'_> {
+    /// How errors name the group and this rank.
+    pub fn place(&self) -> Box<Place> {
+        Box::new(Place { group: self.name.to_owned(), rank: self.rank, members: self.members.cloned() })
+    }
 }
 
 /// The secret of one world: made of the one from outside, or else the one that rank 0 published, which is then as private
@@ -130,7 +141,7 @@ struct Visit<'a, I> {
 
 impl<I: FnMut() -> bool> Visit<'_, I> {
     fn failed(&self, source: StoreError) -> Error {
-        Error::Store { rank: self.forming.rank, source }
+        Error::Store { place: self.forming.place(), source }
     }
 
     fn check(&self, keys: &[String]) -> Result<bool, Error> {
@@ -139,7 +150,7 @@ impl<I: FnMut() -> bool> Visit<'_, I> {
 
     /// Waits for each rank's key; `false` if not all are there after `patience`.
     fn all(&mut self, keys: &[String], patience: Option<Duration>) -> Result<bool, Error> {
-        let Forming { name, rank, size, timeout, .. } = *self.forming;
+        let Forming { size, timeout, .. } = *self.forming;
         let since = Instant::now();
         let mut pause = Duration::from_micros(200);
         while !self.check(keys)? {
@@ -159,8 +170,7 @@ impl<I: FnMut() -> bool> Visit<'_, I> {
                     missing,
                     size,
                     after_ms: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX),
-                    group: name.to_owned(),
-                    rank,
+                    place: self.forming.place(),
                 });
             }
             if patience.is_some_and(|patience| since.elapsed() >= patience) {
@@ -180,7 +190,7 @@ impl<I: FnMut() -> bool> Visit<'_, I> {
 
     /// The world that the records describe.
     fn read(&self, keys: &[String]) -> Result<World, Error> {
-        let Forming { name, rank, size, address, .. } = *self.forming;
+        let Forming { rank, size, address, .. } = *self.forming;
         let mut members = Vec::with_capacity(size as usize);
         let mut found = None;
         for (other, key) in keys.iter().enumerate() {
@@ -189,7 +199,7 @@ impl<I: FnMut() -> bool> Visit<'_, I> {
             let record: Record = serde_json::from_slice(&text).map_err(|error| unreadable(error.to_string()))?;
             let other = other as u32;
             let disagree = |what, mine: String, theirs: String| {
-                Err(Error::Disagree { what, mine, theirs, other, group: name.to_owned(), rank })
+                Err(Error::Disagree { what, mine, theirs, other, place: self.forming.place() })
             };
             if record.version != VERSION {
                 return disagree("record version", VERSION.to_string(), record.version.to_string());
@@ -212,7 +222,7 @@ impl<I: FnMut() -> bool> Visit<'_, I> {
             let (set, unset) = ("set".to_owned(), "not set".to_owned());
             let (mine, theirs) = if published.is_some() { (set, unset) } else { (unset, set) };
             let what = "PODRING_TOKEN_FILE";
-            return Err(Error::Disagree { what, mine, theirs, other: 0, group: name.to_owned(), rank });
+            return Err(Error::Disagree { what, mine, theirs, other: 0, place: self.forming.place() });
         };
         Ok(World { id, secret, members })
     }
@@ -246,6 +256,31 @@ pub fn channel(world: u128, name: &str, epoch: u64) -> u64 {
 pub(crate) struct Standing {
     pub world: Arc<World>,
     pub seat: Option<Arc<dyn Seat>>,
+    /// Of the groups made within it; ends with it, since their channels are the world's too.
+    pub epochs: Arc<Epochs>,
+}
+
+/// How often a group of each name was made.
+///
+/// A name is never forgotten while others may remember it: a group of that name made again would have another channel
+/// here than there, and members have different histories, so there is no moment at which all of them could forget. It
+/// costs 16 bytes and the map's slack: names are known by the same hash that channels are made of.
+#[derive(Default)]
+pub(crate) struct Epochs(Mutex<FxHashMap<u64, u64>>);
+
+impl Epochs {
+    /// The epoch of one more group of that name.
+    pub fn next(&self, name: &str) -> u64 {
+        let mut made = self.0.lock();
+        let count = made.entry(fnv(name.bytes())).or_insert(0);
+        *count += 1;
+        *count - 1
+    }
+
+    #[cfg(test)]
+    pub fn names(&self) -> usize {
+        self.0.lock().len()
+    }
 }
 
 /// The current default world of the process, for groups made within it.
@@ -282,7 +317,8 @@ mod tests {
 
     fn join(store: &MemoryStore, rank: u32, size: u32, timeout_ms: u64) -> Result<World, Error> {
         let (address, timeout) = (address(rank), Duration::from_millis(timeout_ms));
-        let forming = Forming { name: "g", epoch: 0, rank, size, timeout, address: &address, secret: None };
+        let forming =
+            Forming { name: "g", epoch: 0, rank, size, members: None, timeout, address: &address, secret: None };
         form(store, &forming, || false)
     }
 
@@ -291,7 +327,11 @@ mod tests {
         let (outside, other) = (Secret::new([1; MAC]), Secret::new([2; MAC]));
         let form = |store: &MemoryStore, secret: Option<&Secret>, rank, size| {
             let (address, timeout) = (address(rank), Duration::from_millis(100));
-            form(store, &Forming { name: "g", epoch: 0, rank, size, timeout, address: &address, secret }, || false)
+            form(
+                store,
+                &Forming { name: "g", epoch: 0, rank, size, members: None, timeout, address: &address, secret },
+                || false,
+            )
         };
         let store = MemoryStore::default();
         let mine = form(&store, Some(&outside), 0, 1).unwrap();
@@ -351,6 +391,7 @@ mod tests {
                                 epoch: 0,
                                 rank,
                                 size: 3,
+                                members: None,
                                 timeout,
                                 address: &address,
                                 secret: None,
@@ -378,7 +419,8 @@ mod tests {
         });
         let address = address(10);
         let timeout = Duration::from_millis(50);
-        let forming = Forming { name: "g", epoch: 0, rank: 0, size: 2, timeout, address: &address, secret: None };
+        let forming =
+            Forming { name: "g", epoch: 0, rank: 0, size: 2, members: None, timeout, address: &address, secret: None };
         let error = form(&store, &forming, || false).unwrap_err();
         assert!(matches!(&error, Error::Missing { missing, .. } if missing == &[1]), "{error}");
     }

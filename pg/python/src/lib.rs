@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 
 mod abi;
 mod interposer;
+mod launch;
 mod log;
 mod rendezvous;
 mod settings;
@@ -31,6 +32,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(cli_main, module)?)?;
     module.add("abi", table(module.py())?)?;
+    launch::add_to(module)?;
     topology::add_to(module)?;
     interposer::add_to(module)?;
     log::add_to(module)?;

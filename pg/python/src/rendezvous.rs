@@ -90,14 +90,16 @@ impl Rendezvous for Coordinated {
         store: &Arc<dyn Store>,
         interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<(World, Arc<dyn Seat>), Error> {
-        let Forming { name, rank, size, timeout, address, .. } = *forming;
-        let failed = |kind, why: String| Error::Rendezvous { kind, why, group: name.to_owned(), rank };
+        let Forming { rank, size, timeout, address, .. } = *forming;
+        let failed = |kind, why: String| Error::Rendezvous { kind, why, place: forming.place() };
         let launch = Launch::from_env().map_err(|error| failed(Kind::Invalid, error.to_string()))?;
         let note = launch.check(rank, size).map_err(|error| failed(Kind::Invalid, error.to_string()))?;
         // Variables are a host's: one of its ranks says it aloud.
         let aloud = launch.local_rank.as_ref().is_none_or(|local| local.value == 0);
-        for note in launch.notes.iter().chain(&note) {
-            if aloud {
+        // The variables' other facts are of another job, if it counts other processes.
+        let notes = note.as_ref().map_or(&launch.notes[..], std::slice::from_ref);
+        for note in notes {
+            if aloud && !note.usual {
                 tracing::warn!(target: "podring::launcher", "{note}");
             } else {
                 tracing::info!(target: "podring::launcher", "{note}");
@@ -135,7 +137,7 @@ impl Rendezvous for Coordinated {
             detail,
             hosts: if played { Vec::new() } else { launch.hosts(size) },
             expected: if played { Vec::new() } else { launch.local_ranks() },
-            first_host: value(&launch.master_address),
+            first_host: value(&launch.first_host()),
         };
         let joined = newcomer.join(interrupted).map_err(|error| told(error, forming))?;
         let world = world(&joined, size).map_err(|why| failed(Kind::Mismatch, why))?;
@@ -176,17 +178,17 @@ fn world(joined: &Joined, size: u32) -> Result<World, String> {
 
 /// A rank's failure to join, as the group's error.
 fn told(error: JoinError, forming: &Forming<'_>) -> Error {
-    let Forming { name, rank, size, timeout, .. } = *forming;
-    let group = name.to_owned();
+    let Forming { size, timeout, .. } = *forming;
+    let place = forming.place();
     let kind = match error {
         JoinError::Board(BoardError { call, key, why }) => {
-            return Error::Store { rank, source: StoreError { call, key, why } };
+            return Error::Store { place, source: StoreError { call, key, why } };
         }
         JoinError::Seat(SeatError::Interrupted) => return Error::Interrupted,
         JoinError::Seat(SeatError::Late(late)) => {
             let missing = late.missing.into_iter().map(|RankAt { rank, host }| (rank, host)).collect();
             let after_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
-            return Error::Absent { missing, refused: late.refused, size, after_ms, group, rank };
+            return Error::Absent { missing, refused: late.refused, size, after_ms, place };
         }
         JoinError::NoRankZero { .. } => Kind::Timeout,
         JoinError::Seat(SeatError::Refused(Refusal::Token { .. })) => Kind::Network,
@@ -195,12 +197,12 @@ fn told(error: JoinError, forming: &Forming<'_>) -> Error {
         }
         JoinError::Seat(SeatError::Ended { why }) => {
             let why = format!("forming the group: lost rank 0, which had the coordinator: {why}");
-            return Error::Rendezvous { kind: Kind::PeerLost, why, group, rank };
+            return Error::Rendezvous { kind: Kind::PeerLost, why, place };
         }
         JoinError::Credential(_) => Kind::Invalid,
-        JoinError::Seat(_) | JoinError::Start(_) => Kind::Network,
+        JoinError::Seat(_) | JoinError::Start(_) | JoinError::Ports { .. } => Kind::Network,
     };
-    Error::Rendezvous { kind, why: format!("forming the group: {error}"), group, rank }
+    Error::Rendezvous { kind, why: format!("forming the group: {error}"), place }
 }
 
 struct Place {

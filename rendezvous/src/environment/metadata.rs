@@ -5,11 +5,22 @@
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
-use std::net::{TcpStream, ToSocketAddrs as _};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
+use std::sync::{OnceLock, mpsc};
 use std::time::{Duration, Instant};
+
+use super::EnvironmentError;
+use super::table::{Fact, Launcher, VARIABLES};
 
 /// Where it is unless the variable `GCE_METADATA_HOST` says otherwise.
 pub const HOST: &str = "metadata.google.internal";
+/// The variable that has it asked.
+const WANTED: &str = "PODRING_METADATA";
+/// How long it has for all answers.
+const LIMIT: Duration = Duration::from_secs(3);
+
+/// An answer by attribute.
+pub type Answer = BTreeMap<&'static str, String>;
 
 /// An answer that can't be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -23,18 +34,52 @@ pub struct MetadataError {
     pub why: String,
 }
 
-/// The instance attributes that Cloud TPU sets, and the variables they stand for.
-const ATTRIBUTES: [(&str, &str); 3] = [
-    ("agent-worker-number", "TPU_WORKER_ID"),
-    ("accelerator-type", "TPU_ACCELERATOR_TYPE"),
-    ("worker-network-endpoints", "TPU_WORKER_HOSTNAMES"),
-];
+/// What it answered in this process, which stays true.
+static KNOWN: OnceLock<(String, Answer)> = OnceLock::new();
 
-/// Asks `host` (a name, optionally with a port). The answer is by variable; an attribute that isn't there is left out.
-pub fn ask(host: &str, limit: Duration) -> Result<BTreeMap<&'static str, String>, MetadataError> {
+/// `lookup`, and beside it the metadata server's attributes, if `PODRING_METADATA` wants them and no variable tells which
+/// worker this is or who the slice's others are.
+pub(super) fn beside(
+    lookup: impl Fn(&str) -> Option<String>,
+) -> Result<impl Fn(&str) -> Option<String>, EnvironmentError> {
+    let found = match wanted(&lookup)? {
+        None => Answer::new(),
+        Some(host) => match KNOWN.get() {
+            Some((known, answer)) if *known == host => answer.clone(),
+            _ => {
+                let answer = ask(&host, LIMIT)?;
+                KNOWN.get_or_init(|| (host, answer.clone()));
+                answer
+            }
+        },
+    };
+    Ok(move |name: &str| found.get(name).cloned().or_else(|| lookup(name)))
+}
+
+/// Whom to ask, if anybody.
+fn wanted(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<String>, EnvironmentError> {
+    let set = |name: &str| lookup(name).map(|text| text.trim().to_owned()).filter(|text| !text.is_empty());
+    match set(WANTED).as_deref() {
+        None | Some("0") => return Ok(None),
+        Some("1") => {}
+        Some(other) => {
+            let (name, value) = (WANTED.to_owned(), other.to_owned());
+            return Err(EnvironmentError::Malformed { name, value, expected: "0 or 1" });
+        }
+    }
+    let told = |facts: &[Fact]| {
+        let tpu = VARIABLES.iter().filter(|variable| variable.launcher == Launcher::Tpu);
+        tpu.filter(|variable| facts.contains(&variable.fact)).any(|variable| set(variable.name).is_some())
+    };
+    let all = told(&[Fact::Worker]) && told(&[Fact::WorkerHosts, Fact::ProcessAddresses]);
+    Ok((!all).then(|| set("GCE_METADATA_HOST").unwrap_or_else(|| HOST.to_owned())))
+}
+
+/// Asks `host` (a name, optionally with a port) for what the table has of it. An attribute that isn't there is left out.
+pub fn ask(host: &str, limit: Duration) -> Result<Answer, MetadataError> {
     let deadline = Instant::now() + limit;
-    let mut found = BTreeMap::new();
-    for (attribute, variable) in ATTRIBUTES {
+    let mut found = Answer::new();
+    for attribute in VARIABLES.iter().filter(|one| one.launcher == Launcher::Metadata).map(|one| one.name) {
         let bad = |why: String| MetadataError { host: host.to_owned(), attribute, why };
         let Some(text) = get(host, attribute, deadline).map_err(bad)? else { continue };
         let value = match attribute {
@@ -46,7 +91,7 @@ pub fn ask(host: &str, limit: Duration) -> Result<BTreeMap<&'static str, String>
             }
             _ => text.trim().to_owned(),
         };
-        found.insert(variable, value);
+        found.insert(attribute, value);
     }
     Ok(found)
 }
@@ -63,7 +108,7 @@ fn get(host: &str, attribute: &str, deadline: Instant) -> Result<Option<String>,
         format!("{host}:80")
     };
     let text = |error: std::io::Error| error.to_string();
-    let address = target.to_socket_addrs().map_err(text)?.next().ok_or("no address")?;
+    let address = resolved(target, left()?)?;
     let mut stream = TcpStream::connect_timeout(&address, left()?).map_err(text)?;
     let request = format!(
         "GET /computeMetadata/v1/instance/attributes/{attribute} HTTP/1.0\r\nHost: {host}\r\nMetadata-Flavor: Google\r\n\r\n"
@@ -92,6 +137,18 @@ fn get(host: &str, attribute: &str, deadline: Instant) -> Result<Option<String>,
         Some("200") => Ok(Some(body.to_owned())),
         Some("404") => Ok(None),
         status => Err(format!("HTTP status {}", status.unwrap_or("missing"))),
+    }
+}
+
+/// A resolver may take longer than there is time; then it is left to itself.
+fn resolved(target: String, limit: Duration) -> Result<SocketAddr, String> {
+    let (tell, told) = mpsc::channel();
+    let resolve = move || tell.send(target.to_socket_addrs().map(|mut all| all.next()));
+    std::thread::Builder::new().name("podring-resolve".into()).spawn(resolve).map_err(|error| error.to_string())?;
+    match told.recv_timeout(limit) {
+        Ok(Ok(address)) => address.ok_or_else(|| "its name has no address".to_owned()),
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err("its name wasn't resolved in time".to_owned()),
     }
 }
 
@@ -136,10 +193,50 @@ mod tests {
             _ => None,
         });
         let found = ask(&host, Duration::from_secs(5)).unwrap();
-        assert_eq!(found["TPU_WORKER_HOSTNAMES"], "10.0.0.2,10.0.0.3");
-        assert!(!found.contains_key("TPU_ACCELERATOR_TYPE"));
-        let launch = Launch::read(|name| found.get(name).cloned()).unwrap();
-        assert_eq!((launch.rank.unwrap().value, launch.world_size.unwrap().value), (1, 2));
+        assert_eq!(found["worker-network-endpoints"], "10.0.0.2,10.0.0.3");
+        assert!(!found.contains_key("accelerator-type"));
+        // As a process reads it.
+        let read = |pairs: &[(&str, &str)]| {
+            let asked = [("PODRING_METADATA", "1"), ("GCE_METADATA_HOST", host.as_str())];
+            let all = [&asked[..], pairs].concat();
+            let lookup = |name: &str| all.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+            Launch::read(beside(lookup)?)
+        };
+        let launch = read(&[]).unwrap();
+        let rank = launch.rank.unwrap();
+        assert_eq!((rank.value, launch.world_size.unwrap().value), (1, 2));
+        assert_eq!(rank.by, "agent-worker-number, worker-network-endpoints");
+        // A variable goes before it, and what the two say of one thing must agree or is noted.
+        let launch = read(&[("TPU_WORKER_ID", "0")]).unwrap();
+        assert_eq!(launch.rank.unwrap().value, 0);
+        assert_eq!(launch.notes[0].other, "agent-worker-number");
+        let error = read(&[("TPU_WORKER_HOSTNAMES", "a,b,c")]).unwrap_err().to_string();
+        assert!(error.contains("TPU_WORKER_HOSTNAMES") && error.contains("worker-network-endpoints"), "{error}");
+        let launch = read(&[("RANK", "1"), ("WORLD_SIZE", "2")]).unwrap();
+        assert_eq!(launch.rank.unwrap().by, "RANK");
+    }
+
+    #[test]
+    fn it_is_asked_only_when_wanted() {
+        let asked = |pairs: &[(&str, &str)]| {
+            wanted(|name| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned()))
+        };
+        let (on, other) = (("PODRING_METADATA", "1"), ("GCE_METADATA_HOST", "fake:80"));
+        assert_eq!(asked(&[]), Ok(None));
+        assert_eq!(asked(&[other]), Ok(None));
+        assert_eq!(asked(&[("PODRING_METADATA", "0"), other]), Ok(None));
+        assert_eq!(asked(&[on]), Ok(Some(HOST.to_owned())));
+        assert_eq!(asked(&[on, other, ("TPU_WORKER_ID", "0")]), Ok(Some("fake:80".to_owned())));
+        assert_eq!(asked(&[on, ("TPU_WORKER_ID", "0"), ("TPU_WORKER_HOSTNAMES", "a")]), Ok(None));
+        let error = asked(&[("PODRING_METADATA", "yes")]).unwrap_err().to_string();
+        assert!(error.contains("PODRING_METADATA=\"yes\": expected 0 or 1"), "{error}");
+        let nobody = beside(|name| match name {
+            "PODRING_METADATA" => Some("1".to_owned()),
+            "GCE_METADATA_HOST" => Some("127.0.0.1:1".to_owned()),
+            _ => None,
+        });
+        let error = nobody.err().unwrap().to_string();
+        assert!(error.contains("127.0.0.1:1") && error.ends_with("because of PODRING_METADATA"), "{error}");
     }
 
     #[test]

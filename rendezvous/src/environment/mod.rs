@@ -6,11 +6,13 @@
 
 mod given;
 pub mod metadata;
+mod place;
 pub mod table;
 
 use std::fmt;
 
 use crate::session::split_endpoint;
+pub use given::Numbered;
 use table::{Fact, Launcher, VARIABLES, Variable};
 
 /// A value, and the variable that gave it.
@@ -31,6 +33,8 @@ pub struct Note {
     pub other: String,
     /// What they say, and why that is no error.
     pub text: String,
+    /// Nothing is amiss: one launcher started another.
+    pub usual: bool,
 }
 
 impl fmt::Display for Note {
@@ -76,6 +80,9 @@ pub enum EnvironmentError {
         /// What it needs.
         missing: &'static str,
     },
+    /// The metadata server was to be asked, and can't be.
+    #[error("{0}; it was asked because of PODRING_METADATA")]
+    Metadata(#[from] metadata::MetadataError),
 }
 
 /// Extents in x, y, z, and after them the devices of a chip where each is a process.
@@ -96,6 +103,8 @@ pub struct Launch {
     pub host_index: Option<Given<u32>>,
     /// All hosts.
     pub host_count: Option<Given<u32>>,
+    /// The first of all hosts, by Slurm.
+    pub first_node: Option<Given<String>>,
     /// This worker within the slice.
     pub worker: Option<Given<u32>>,
     /// The slice's hosts, by worker.
@@ -129,9 +138,9 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Reads the process's environment.
+    /// Reads the process's environment, and asks the metadata server if that is wanted.
     pub fn from_env() -> Result<Launch, EnvironmentError> {
-        Launch::read(|name| std::env::var(name).ok())
+        Launch::read(metadata::beside(|name| std::env::var(name).ok())?)
     }
 
     /// Reads variables through `lookup`. A variable that is set and empty counts as not set.
@@ -143,67 +152,6 @@ impl Launch {
         reader.bounds(&mut launch)?;
         launch.complete()?;
         Ok(launch)
-    }
-
-    /// Rank and world size of a job that only the slice's variables describe, and what the others' disagreement means.
-    fn complete(&mut self) -> Result<()> {
-        let Some(worker) = &self.worker else { return Ok(()) };
-        // A task id beside a list of TPU processes counts those, each a rank of its own; otherwise workers are hosts.
-        let by_process = self.process_addresses.as_ref().filter(|_| worker.by == "CLOUD_TPU_TASK_ID");
-        let Some(places) = by_process.or(self.worker_hosts.as_ref()) else { return Ok(()) };
-        let by_host = by_process.is_none();
-        let (slice, slices) = match (&self.slice, &self.slice_count) {
-            (Some(slice), Some(count)) => (slice.value, count.value),
-            _ => (0, 1),
-        };
-        let by = match &self.slice {
-            Some(slice) => format!("{}, {}, {}", slice.by, worker.by, places.by),
-            None => format!("{}, {}", worker.by, places.by),
-        };
-        // In 64 bits, since variables may hold any number; what doesn't fit into 32 isn't told.
-        let fits = |value: u64| Some(Given { value: u32::try_from(value).ok()?, by: by.clone() });
-        let per_slice = places.value.len() as u64;
-        let place = u64::from(slice) * per_slice + u64::from(worker.value);
-        let all = u64::from(slices) * per_slice;
-        let launched = self.host_index.clone().or_else(|| {
-            let (rank, local) = (self.rank.as_ref()?, self.local_world_size.as_ref()?);
-            Some(Given { value: rank.value / local.value.max(1), by: format!("{}, {}", rank.by, local.by) })
-        });
-        if let Some(launched) = launched.filter(|launched| by_host && u64::from(launched.value) != place) {
-            let text = format!(
-                "host {} by the launcher is worker {} of slice {slice}, host {place} of the slices; ranks stay the \
-                 launcher's, so neighbouring ranks may be far apart on the torus",
-                launched.value, worker.value
-            );
-            self.notes.push(Note { decides: launched.by, other: by.clone(), text });
-        }
-        if self.rank.is_some() || self.world_size.is_some() {
-            return Ok(());
-        }
-        let (local_rank, local_size) = match (&self.local_rank, &self.local_world_size) {
-            _ if !by_host => (0, 1),
-            (Some(rank), Some(size)) => (u64::from(rank.value), u64::from(size.value)),
-            (None, None) => (0, 1),
-            (Some(rank), None) => {
-                let (name, value) = (rank.by.clone(), rank.value.to_string());
-                return Err(EnvironmentError::Incomplete { name, value, missing: "LOCAL_WORLD_SIZE" });
-            }
-            (None, Some(size)) if size.value == 1 => (0, 1),
-            (None, Some(size)) => {
-                let (name, value) = (size.by.clone(), size.value.to_string());
-                return Err(EnvironmentError::Incomplete { name, value, missing: "LOCAL_RANK" });
-            }
-        };
-        let (rank, size) = (place.checked_mul(local_size), all.checked_mul(local_size));
-        if let (Some(rank), Some(size)) = (rank.and_then(|rank| rank.checked_add(local_rank)), size)
-            && let (Some(rank), Some(size)) = (fits(rank), fits(size))
-        {
-            if by_host && self.host_index.is_none() && self.host_count.is_none() {
-                (self.host_index, self.host_count) = (fits(place), fits(all));
-            }
-            (self.rank, self.world_size) = (Some(rank), Some(size));
-        }
-        Ok(())
     }
 }
 
@@ -276,6 +224,10 @@ impl Reader<'_> {
     fn processes(&self, launch: &mut Launch) -> Result<()> {
         use Launcher::{OpenMpi, Pmi, Pmix, Slurm, Torch};
         for launcher in [Torch, OpenMpi, Pmi, Pmix, Slurm] {
+            // A batch script has rank 0 of all the tasks that srun would start.
+            if launcher == Slurm && self.set(Fact::Step).next().is_none() {
+                continue;
+            }
             let rank = self.number(Fact::Rank, launcher)?;
             let size = self.number(Fact::WorldSize, launcher)?;
             let (rank, size) = match (rank, size) {
@@ -308,6 +260,7 @@ impl Reader<'_> {
                         "{} counts {} processes, {} counts {}",
                         inner_size.by, inner_size.value, size.by, size.value
                     ),
+                    usual: true,
                 }),
                 _ => {
                     launch.local_rank = self.number(Fact::LocalRank, launcher)?;
@@ -336,6 +289,8 @@ impl Reader<'_> {
         }
         launch.host_index = self.same(Fact::HostIndex, "a number", number)?;
         launch.host_count = self.same(Fact::HostCount, "a number", number)?;
+        launch.first_node =
+            self.parsed(Fact::HostList, "hosts as Slurm lists them", place::first_of_list)?.into_iter().next();
         launch.master_address = self.same(Fact::MasterAddress, "a name or address", |text| Some(text.to_owned()))?;
         launch.master_port = self.same(Fact::MasterPort, "a port from 0 to 65535", |text| text.parse().ok())?;
         if let (Some(index), Some(count)) = (&launch.host_index, &launch.host_count)
@@ -378,12 +333,14 @@ impl Reader<'_> {
         let mut workers = self.parsed(Fact::Worker, "a number", number)?.into_iter();
         launch.worker = workers.next();
         let Some(worker) = launch.worker.clone() else { return Ok(()) };
-        // Beside a list of TPU processes the task counts those, as torch_tpu sets it: no other word on the worker.
-        let counts_processes =
-            |other: &Given<u32>| other.by == "CLOUD_TPU_TASK_ID" && launch.process_addresses.is_some();
-        for other in workers.filter(|other| other.value != worker.value && !counts_processes(other)) {
+        // Beside a list of TPU processes the task counts those, as torch_tpu sets it; the worker is a host.
+        let (hosts, processes) = (&launch.worker_hosts, &launch.process_addresses);
+        let counts = |all: &Given<Vec<String>>| hosts.as_ref().is_none_or(|hosts| hosts.value.len() != all.value.len());
+        let apart = processes.as_ref().is_some_and(counts);
+        for other in workers.filter(|other| other.value != worker.value) {
+            let usual = apart && other.by == "CLOUD_TPU_TASK_ID";
             let text = format!("worker {} and {}", worker.value, other.value);
-            launch.notes.push(Note { decides: worker.by.clone(), other: other.by, text });
+            launch.notes.push(Note { decides: worker.by.clone(), other: other.by, text, usual });
         }
         let bound = |list: &Option<Given<Vec<String>>>, index: &Given<u32>| match list {
             Some(list) if index.value as usize >= list.value.len() => {

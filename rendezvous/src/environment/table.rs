@@ -17,6 +17,10 @@ pub enum Fact {
     HostIndex,
     /// How many hosts the job has.
     HostCount,
+    /// The hosts of the job, in Slurm's short form.
+    HostList,
+    /// Which of the job's steps this process is in.
+    Step,
     /// This host, or TPU process, among those of its slice.
     Worker,
     /// The slice's hosts, in the order of their workers.
@@ -66,6 +70,8 @@ pub enum Launcher {
     Tpu,
     /// Multi-slice Cloud TPU.
     Megascale,
+    /// The GCE metadata server: no variables but instance attributes, with less weight than any variable.
+    Metadata,
 }
 
 /// A variable.
@@ -108,11 +114,19 @@ pub const VARIABLES: &[Variable] = {
         v("MPI_LOCALRANKID", Pmi, LocalRank, "number; Hydra"),
         v("MPI_LOCALNRANKS", Pmi, LocalWorldSize, "number; Hydra"),
         v("PMIX_RANK", Pmix, Rank, "number; has no size of its own"),
+        v(
+            "SLURM_STEP_ID",
+            Slurm,
+            Step,
+            "set by srun; without it the process is a batch script's, and the rank counts nothing",
+        ),
         v("SLURM_PROCID", Slurm, Rank, "number"),
         v("SLURM_NTASKS", Slurm, WorldSize, "number"),
         v("SLURM_LOCALID", Slurm, LocalRank, "number"),
         v("SLURM_NODEID", Slurm, HostIndex, "number"),
         v("SLURM_NNODES", Slurm, HostCount, "number"),
+        v("SLURM_STEP_NODELIST", Slurm, HostList, "Slurm's list, such as a[01-04,7],b"),
+        v("SLURM_JOB_NODELIST", Slurm, HostList, "the same"),
         v(
             "TPU_WORKER_ID",
             Tpu,
@@ -135,6 +149,9 @@ pub const VARIABLES: &[Variable] = {
         v("MEGASCALE_SLICE_ID", Megascale, Slice, "number"),
         v("MEGASCALE_NUM_SLICES", Megascale, SliceCount, "number"),
         v("MEGASCALE_COORDINATOR_ADDRESS", Megascale, SliceCoordinator, "host or host:port"),
+        v("agent-worker-number", Metadata, Worker, "number"),
+        v("worker-network-endpoints", Metadata, WorkerHosts, "uid:port:address, comma between"),
+        v("accelerator-type", Metadata, AcceleratorType, "text"),
     ]
 };
 
@@ -148,6 +165,8 @@ impl Fact {
             Fact::LocalWorldSize => "local world size",
             Fact::HostIndex => "host index",
             Fact::HostCount => "number of hosts",
+            Fact::HostList => "hosts, rank 0's first",
+            Fact::Step => "step",
             Fact::Worker => "worker within the slice",
             Fact::WorkerHosts => "hosts of the slice",
             Fact::ProcessAddresses => "TPU processes' addresses",
@@ -178,6 +197,7 @@ impl Launcher {
             Launcher::Kubernetes => "Kubernetes Indexed Job, JobSet",
             Launcher::Tpu => "Cloud TPU, GKE",
             Launcher::Megascale => "multi-slice Cloud TPU",
+            Launcher::Metadata => "the GCE metadata server, if asked",
         }
     }
 }

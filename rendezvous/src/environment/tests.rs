@@ -47,6 +47,7 @@ fn launchers() {
                 ("WORLD_SIZE", "8"),
                 ("LOCAL_RANK", "2"),
                 ("LOCAL_WORLD_SIZE", "4"),
+                ("SLURM_STEP_ID", "0"),
                 ("SLURM_PROCID", "1"),
                 ("SLURM_NTASKS", "2"),
                 ("SLURM_NODEID", "1"),
@@ -62,17 +63,24 @@ fn launchers() {
         assert_eq!(got, *expected, "{variables:?}");
         assert_eq!(launch.rank.unwrap().by, *by);
     }
-    let slurm = read(&[("SLURM_PROCID", "2"), ("SLURM_NTASKS", "4"), ("SLURM_LOCALID", "0")]).unwrap();
-    assert_eq!((value(&slurm.rank), value(&slurm.local_rank), slurm.local_world_size), (2, 0, None));
+    let slurm = [("SLURM_STEP_ID", "0"), ("SLURM_PROCID", "2"), ("SLURM_NTASKS", "4"), ("SLURM_LOCALID", "0")];
+    let step = read(&slurm).unwrap();
+    assert_eq!((value(&step.rank), value(&step.local_rank), step.local_world_size), (2, 0, None));
+    // The batch script, or what it starts without srun: torchrun numbers as many processes otherwise.
+    assert_eq!(read(&slurm[1..]), Ok(Launch::default()));
+    let within = [&[("RANK", "3"), ("WORLD_SIZE", "4")], &slurm[1..]].concat();
+    assert_eq!(value(&read(&within).unwrap().rank), 3);
     assert_eq!(read(&[]), Ok(Launch::default()));
     assert_eq!(read(&[("RANK", ""), ("WORLD_SIZE", " ")]), Ok(Launch::default()));
 }
 
 #[test]
 fn an_outer_launcher_is_noted() {
-    let launch = read(&[("RANK", "6"), ("WORLD_SIZE", "8"), ("SLURM_PROCID", "1"), ("SLURM_NTASKS", "2")]).unwrap();
+    let torchrun = [("RANK", "6"), ("WORLD_SIZE", "8")];
+    let srun = [("SLURM_STEP_ID", "0"), ("SLURM_PROCID", "1"), ("SLURM_NTASKS", "2")];
+    let launch = read(&[&torchrun[..], &srun].concat()).unwrap();
     let [note] = &launch.notes[..] else { panic!("{:?}", launch.notes) };
-    assert_eq!((note.decides.as_str(), note.other.as_str()), ("RANK", "SLURM_PROCID"));
+    assert_eq!((note.decides.as_str(), note.other.as_str(), note.usual), ("RANK", "SLURM_PROCID", true));
     assert!(note.to_string().contains("WORLD_SIZE counts 8 processes, SLURM_NTASKS counts 2"), "{note}");
 }
 
@@ -195,6 +203,7 @@ fn the_job_is_told_where_launcher_and_slice_disagree() {
     let names: Vec<_> = launch.notes.iter().map(|note| (note.decides.as_str(), note.other.as_str())).collect();
     let expected = [("TPU_WORKER_ID", "JOB_COMPLETION_INDEX"), ("GROUP_RANK", "TPU_WORKER_ID, TPU_WORKER_HOSTNAMES")];
     assert_eq!(names, expected);
+    assert!(launch.notes.iter().all(|note| !note.usual), "{:?}", launch.notes);
     assert_eq!((value(&launch.rank), value(&launch.worker)), (0, 1));
 }
 
@@ -202,7 +211,11 @@ fn the_job_is_told_where_launcher_and_slice_disagree() {
 fn contradictions_name_both_variables() {
     let cases: &[(Variables<'_>, &str, &str)] = &[
         (&[("RANK", "2"), ("WORLD_SIZE", "2")], "RANK", "WORLD_SIZE"),
-        (&[("RANK", "1"), ("WORLD_SIZE", "2"), ("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2")], "RANK", "SLURM_PROCID"),
+        (
+            &[("RANK", "1"), ("WORLD_SIZE", "2"), ("SLURM_STEP_ID", "0"), ("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2")],
+            "RANK",
+            "SLURM_PROCID",
+        ),
         (
             &[("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "1")],
             "LOCAL_RANK",

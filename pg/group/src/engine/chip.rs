@@ -148,9 +148,10 @@ impl OnChip {
             share: Some(share).filter(|_| members > 1),
         });
         let devices = positions.iter().map(|&position| opening.global[position as usize]).collect();
-        // Ranks in errors are those of the part.
+        // Ranks in its failures are those of the part.
         let spec = GroupSpec { id: opening.channel, name: format!("{}{part}", opening.name), devices };
-        let seat = chip.open(opening.world.id, &spec, me, hosts.clone(), Devices::runner(opening.process))?;
+        let opened = chip.open(opening.world.id, &spec, me, hosts.clone(), Devices::runner(opening.process));
+        let seat = opened.map_err(|error| super::numbered(error, opening.me))?;
         Ok(OnChip { seat, hosts })
     }
 }

@@ -266,6 +266,14 @@ pub(crate) struct Opening<'a> {
     pub store: &'a Arc<dyn Store>,
 }
 
+/// With this rank's number in the group, where the devices' engine has the one in its slice's part.
+fn numbered(error: OpenError, me: u32) -> OpenError {
+    match error {
+        OpenError::Disagree { group, .. } => OpenError::Disagree { group, rank: me },
+        other => other,
+    }
+}
+
 impl Devices {
     pub(crate) fn runner(process: &Process) -> Runner {
         let pool = process.hub.callbacks().clone();
@@ -306,7 +314,8 @@ impl Devices {
         if touched.len() > 1 && touched.iter().any(|members| members.len() != touched[0].len()) {
             return Ok(None);
         }
-        let member = self.machine.open(&spec, me, Self::runner(opening.process))?;
+        let opened = self.machine.open(&spec, me, Self::runner(opening.process));
+        let member = opened.map_err(|error| numbered(error, opening.me))?;
         let inside = device::Inside::new(member);
         if touched.len() == 1 {
             return Ok(Some(Arc::new(inside)));

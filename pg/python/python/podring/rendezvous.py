@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store as C10dStore
 
 SCHEME = "tpu"
+COORDINATOR = "PODRING_COORDINATOR"
+"""``host:port`` of a coordinator that no rank starts."""
 AGENT_STORE = "PODRING_AGENT_STORE"
 """``host:port`` of the coordinator, and
 """
@@ -53,13 +55,22 @@ def register() -> None:
 def _tpu(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Rendezvous:
     parsed = urlparse(url)
     query = dict(pair.partition("=")[::2] for pair in parsed.query.split("&") if pair)
-    host, port = parsed.hostname, parsed.port
+    # A coordinator of its own, which no rank starts.
+    standing = not parsed.netloc
+    named = urlparse(f"//{os.environ.get(COORDINATOR, '').strip()}") if standing else parsed
+    host, port = named.hostname, named.port
+    launched = None if host and "rank" in query and "world_size" in query else _launched(query)
+    if not host and launched is not None:
+        host = launched.first_host
     if not host or not port:
-        raise _error(f"expected tpu://host:port with a port from 1 to 65535, got {url!r}")
+        raise _error(
+            f"expected tpu://host:port with a port from 1 to 65535 (or tpu:// and {COORDINATOR}, or tpu://:port where "
+            f"the launcher names rank 0's host), got {url!r}"
+        )
     unknown = set(query) - {*_QUERY, "rank", "world_size", "insecure"}
     if unknown:
         raise _error(f"unknown in {url!r}: {', '.join(sorted(unknown))}")
-    rank, world_size = (_number(query, name) for name in ("rank", "world_size"))
+    rank, world_size = (_chosen(query, name, launched) for name in ("rank", "world_size"))
     # -1 is how torch's RPC says that the world has no fixed size.
     if rank < 0 or (world_size < 1 and world_size != -1) or 0 < world_size <= rank:
         raise _error(f"expected a rank from 0 to world_size - 1, got rank {rank} of {world_size}")
@@ -67,9 +78,42 @@ def _tpu(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Rendezvous
     if "insecure" in query:
         given["insecure"] = query["insecure"] == "1"
     credentials = dataclasses.replace(Credentials.from_environment(), **given)
-    store = Store(host, port, is_master=rank == 0, share=True, credentials=credentials, timeout=timeout)
+    serves = rank == 0 and not standing
+    store = Store(host, port, is_master=serves, share=True, credentials=credentials, timeout=timeout)
     yield store, rank, world_size
     raise RuntimeError("tpu:// has no second rendezvous: destroy the process group and initialise it again")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launched:
+    """What the launcher's variables add to what was given."""
+
+    rank: int | None
+    world_size: int | None
+    first_host: str | None
+    sought: str
+
+
+def _launched(query: dict[str, str]) -> _Launched:
+    from podring import _core
+
+    given = {name: int(query[name]) for name in ("rank", "world_size") if query.get(name, "").isdecimal()}
+    try:
+        return _Launched(*_core.launch_place(**given))
+    except ValueError as error:
+        raise _error(str(error)) from None
+    except OverflowError:
+        # What was given is out of all bounds, and will be refused as such.
+        return _Launched(None, None, None, "")
+
+
+def _chosen(query: dict[str, str], name: str, launched: _Launched | None) -> int:
+    if launched is None or name in query:
+        return _number(query, name)
+    value: int | None = getattr(launched, name)
+    if value is None:
+        raise _error(f"no {name}: give it as an argument, in the URL, or as {name.upper()}; {launched.sought}")
+    return value
 
 
 def _number(query: dict[str, str], name: str) -> int:
