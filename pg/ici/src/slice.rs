@@ -5,6 +5,7 @@
 //! assignment launches it. Both together leave few ways; [`plan`] chooses one, and says why.
 
 mod scatter;
+mod seen;
 
 use podring_topology::{
     Slice, TopologyError,
@@ -14,6 +15,7 @@ use podring_topology::{
 
 use crate::program::{Groups, ProgramError};
 pub use scatter::reduce_scatter_us;
+pub use seen::{UnseenError, from_devices};
 
 /// Who calls the collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
+use tracing_subscriber::filter::LevelFilter;
 
 mod abi;
 mod interposer;
@@ -18,6 +19,15 @@ fn cli_main(py: Python<'_>, args: Vec<OsString>, python: PathBuf) -> i32 {
     py.detach(|| podring_cli::main_of(python, args))
 }
 
+/// Messages of the core on stderr: warnings, or as `PODRING_LOG` says.
+fn log() {
+    let named = std::env::var("PODRING_LOG").ok().and_then(|level| level.trim().parse::<LevelFilter>().ok());
+    let level = named.unwrap_or(LevelFilter::WARN);
+    let lines = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_ansi(false);
+    // If another instance of this module writes them already, that one goes on.
+    let _ = lines.without_time().try_init();
+}
+
 /// The C function table for faces.
 fn table(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
     let address = std::ptr::from_ref(&abi::CORE).cast_mut().cast();
@@ -27,6 +37,7 @@ fn table(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    log();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(cli_main, module)?)?;
     module.add("abi", table(module.py())?)?;

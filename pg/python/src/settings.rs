@@ -1,13 +1,18 @@
 //! What the environment says of this process's hub, and of what runs collectives of tensors on devices.
 
+use std::ffi::OsString;
 use std::path::Path;
 
 use podring_group::engine::{DeviceError, Hardware};
 use podring_group::{BadSetting, Error, HubConfig, Secret};
+use podring_ici::cache::Disk;
 use podring_ici::engine::{Chip, ChipOptions};
-use podring_ici::pjrt::{Client, PjrtError, Plugin};
+use podring_ici::pjrt::{Client, DeviceDescription, PjrtError, Plugin};
+use podring_ici::slice::from_devices;
 use podring_rendezvous::bootstrap::SECRET;
+use podring_rendezvous::environment::Launch;
 use podring_rendezvous::secret::Token;
+use podring_topology::{Slice, SliceOptions, from_accelerator};
 
 /// The hub's settings.
 pub fn hub() -> Result<HubConfig, Error> {
@@ -38,6 +43,36 @@ pub fn process() -> Result<(HubConfig, Option<Hardware>), Error> {
     Ok((hub()?, devices))
 }
 
+/// Where compiled programs are kept, if `PODRING_CACHE_DIR` says so.
+fn disk(lookup: impl Fn(&str) -> Option<OsString>) -> Result<Option<Disk>, BadSetting> {
+    const MEBIBYTES: &str = "PODRING_CACHE_MIB";
+    let set = |name: &str| lookup(name).filter(|value| !value.is_empty());
+    let mebibytes = set(MEBIBYTES).map_or(Ok(1024), |value| {
+        let value = value.to_string_lossy();
+        let expected = "MiB that compiled programs may take, a whole number of 1 or more";
+        let number = value.trim().parse::<u64>().ok().filter(|&number| number > 0);
+        number.ok_or_else(|| BadSetting { variable: MEBIBYTES, expected, got: value.clone().into_owned() })
+    })?;
+    let Some(directory) = set("PODRING_CACHE_DIR") else { return Ok(None) };
+    let opened = Disk::open(Path::new(&directory), mebibytes.saturating_mul(1 << 20));
+    let bad = |error| BadSetting {
+        variable: "PODRING_CACHE_DIR",
+        expected: "a directory that is yours and writable by you alone, or a place for a new one",
+        got: format!("{}: {error}", directory.display()),
+    };
+    opened.map(Some).map_err(bad)
+}
+
+/// Whether programs sum 16-bit floats in 32-bit ones.
+fn exact(lookup: impl Fn(&str) -> Option<OsString>) -> Result<bool, BadSetting> {
+    let value = lookup("PODRING_EXACT").unwrap_or_default();
+    match value.to_string_lossy().trim() {
+        "" | "0" | "false" | "no" | "off" => Ok(false),
+        "1" | "true" | "yes" | "on" => Ok(true),
+        other => Err(BadSetting { variable: "PODRING_EXACT", expected: "0 or 1", got: other.to_owned() }),
+    }
+}
+
 /// This process's chip: the one device of the client that torch_tpu has through podring's PJRT plugin.
 fn chip() -> Result<std::sync::Arc<Chip>, Error> {
     let Some(shared) = podring_interposer::shared() else {
@@ -45,6 +80,7 @@ fn chip() -> Result<std::sync::Arc<Chip>, Error> {
                         `podring run --slice NAME` (or set PODRING_SLICE, or run on a TPU), with torch_tpu installed";
         return Err(BadSetting { variable: "PODRING_ENGINE", expected, got: "ici".to_owned() }.into());
     };
+    let (disk, exact) = (disk(|name| std::env::var_os(name))?, exact(|name| std::env::var_os(name))?);
     let start = || -> Result<_, PjrtError> {
         // SAFETY: the interposer's table lives for ever.
         let plugin = unsafe { Plugin::over(shared.table, &shared.plugin) }?;
@@ -52,7 +88,83 @@ fn chip() -> Result<std::sync::Arc<Chip>, Error> {
         let client = unsafe { Client::shared(&plugin, shared.client) }?;
         // On a virtual slice the interposer plays programs, in this process's memory.
         let here = shared.slice.is_some();
-        Chip::start(client, ChipOptions { slice: shared.slice, on_host: here, played: here, ..Default::default() })
+        let slice = match shared.slice {
+            Some(slice) => Some(slice),
+            None => real_slice(&client.descriptions()?),
+        };
+        Chip::start(client, ChipOptions { slice, exact, on_host: here, played: here, disk, ..Default::default() })
     };
     start().map_err(|error| DeviceError::Client(error).into())
+}
+
+/// The slice of a TPU's devices: as they describe themselves, else as the launcher's variables say. Without one groups
+/// run on their members' devices, and reduce-scatters as the compiler likes.
+fn real_slice(devices: &[DeviceDescription]) -> Option<Slice> {
+    let unseen = match from_devices(devices) {
+        Ok(slice) => return Some(slice),
+        Err(error) => error,
+    };
+    match Launch::from_env().map_err(|error| error.to_string()).and_then(|launch| named_slice(&launch, devices)) {
+        Ok(slice) => Some(slice),
+        Err(unnamed) => {
+            tracing::warn!(%unseen, unnamed, "the TPUs' slice isn't known: its shape is not made use of");
+            None
+        }
+    }
+}
+
+/// The slice that a launcher's variables name, if it has these devices.
+fn named_slice(launch: &Launch, devices: &[DeviceDescription]) -> Result<Slice, String> {
+    let (accelerator, topology) = (&launch.accelerator_type, &launch.topology);
+    if accelerator.is_none() && topology.is_none() {
+        return Err("neither TPU_ACCELERATOR_TYPE nor TPU_TOPOLOGY is set".to_owned());
+    }
+    let shape = topology.as_ref().map(|dims| dims.value.iter().map(u32::to_string).collect::<Vec<_>>().join("x"));
+    let num_slices = launch.slice_count.as_ref().map(|count| count.value);
+    let options = SliceOptions { num_slices, ..SliceOptions::default() };
+    let accelerator = accelerator.as_ref().map(|name| name.value.as_str());
+    let slice = from_accelerator(accelerator, shape.as_deref(), &options).map_err(|error| error.to_string())?;
+    // In its order: a group's shape follows from it.
+    if !slice.list().map(|device| i64::from(device.id)).eq(devices.iter().map(|device| i64::from(device.id))) {
+        return Err(format!("TPU_ACCELERATOR_TYPE and TPU_TOPOLOGY name {slice}, whose devices these are not"));
+    }
+    Ok(slice)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lookup(pairs: &'static [(&str, &str)]) -> impl Fn(&str) -> Option<OsString> {
+        move |name| pairs.iter().find(|(other, _)| *other == name).map(|(_, value)| value.into())
+    }
+
+    #[test]
+    fn the_cache_is_where_it_is_said_to_be() {
+        assert!(disk(lookup(&[])).unwrap().is_none());
+        assert!(disk(lookup(&[("PODRING_CACHE_DIR", ""), ("PODRING_CACHE_MIB", "5")])).unwrap().is_none());
+        for value in ["0", "much", "-1", "1.5"] {
+            let wrong = disk(|name| (name == "PODRING_CACHE_MIB").then(|| value.into())).unwrap_err();
+            assert_eq!((wrong.variable, wrong.got.as_str()), ("PODRING_CACHE_MIB", value));
+        }
+        let wrong = disk(lookup(&[("PODRING_CACHE_DIR", "/dev/null/programs")])).unwrap_err();
+        assert!(wrong.to_string().starts_with("PODRING_CACHE_DIR=\"/dev/null/programs: "), "{wrong}");
+    }
+
+    #[test]
+    fn launchers_name_slices_that_have_the_devices() {
+        let device = |id| DeviceDescription { id, process: 0, kind: String::new(), attributes: Vec::new() };
+        let named = |pairs: &'static [(&str, &str)], devices: &[i32]| {
+            let launch = Launch::read(|name| lookup(pairs)(name)?.into_string().ok()).unwrap();
+            named_slice(&launch, &devices.iter().map(|&id| device(id)).collect::<Vec<_>>())
+        };
+        static V5E: [(&str, &str); 2] = [("TPU_ACCELERATOR_TYPE", "v5litepod-4"), ("TPU_TOPOLOGY", "2x2")];
+        assert_eq!(named(&V5E, &[0, 1, 2, 3]).unwrap().to_string(), "v5e:2x2");
+        assert_eq!(named(&[("TPU_ACCELERATOR_TYPE", "v4-8")], &[0, 1, 2, 3, 4, 5, 6, 7]).unwrap().to_string(), "v4:2x2x1");
+        for devices in [&[0, 1, 2][..], &[0, 1, 3, 2], &[]] {
+            assert!(named(&V5E, devices).unwrap_err().contains("whose devices these are not"));
+        }
+        assert!(named(&[], &[0]).unwrap_err().contains("neither"));
+        assert!(named(&[("TPU_ACCELERATOR_TYPE", "v5litepod-3")], &[0]).is_err());
+    }
 }

@@ -13,7 +13,7 @@ use slotmap::KeyData;
 use super::net::Dial;
 use crate::fork::Guarded;
 use crate::link::ring::{Reader, Writer};
-use crate::link::shm::Mapping;
+use crate::link::shm::{self, Mapping};
 use crate::link::tcp;
 use crate::wire::{Frame, HEADER, Header, HubId};
 
@@ -131,7 +131,7 @@ pub(crate) struct Endpoint {
     pub inbound: In,
     pub items: VecDeque<Item>,
     pub streams: VecDeque<Stream>,
-    /// Its process, if its memory has been proven readable.
+    /// Its process, if its memory has been proven readable and `pidfd` tells when it ends.
     pub readable: Option<Pid>,
     pub pidfd: Option<Guarded>,
     pub heard: Instant,
@@ -202,6 +202,12 @@ impl Endpoint {
     pub fn has_reports(&self) -> bool {
         let staged = matches!(&self.out, Out::Tcp(tcp) if tcp.written < tcp.staged.len());
         self.dead.is_none() && (staged || self.items.iter().any(|item| matches!(item, Item::Owned { .. })))
+    }
+
+    /// Whether its process has ended, after which its number may become another's. What was read by that number before
+    /// this says no was read from the process itself.
+    pub fn ended(&self) -> bool {
+        self.pidfd.as_ref().is_none_or(shm::has_ended)
     }
 
     /// Writes one eager message at once if nothing is ahead of it and it fits. The caller keeps `data` readable.

@@ -441,6 +441,11 @@ impl Engine {
                     self.pulls.push_back(recv);
                     return true;
                 }
+                // All pieces were read by its process's number, which may be another's once it has ended.
+                if self.endpoints[endpoint as usize].ended() {
+                    self.lose(endpoint, "its process ended".into());
+                    return true;
+                }
                 self.recvs.remove(recv);
                 let channel = self.ops.get(op).map_or(0, |op| op.channel);
                 self.ack(endpoint, channel, cookie);

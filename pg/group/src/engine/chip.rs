@@ -19,7 +19,7 @@ use super::across::{Across, Within};
 use super::device::pack;
 use super::{Broken, DeviceCall, DeviceError, Devices, Engine, Opening, Operation, Patience, StoreShare};
 use crate::runtime::Process;
-use crate::world::channel;
+use crate::world::{World, channel};
 
 /// The group's other members over the fabric.
 struct Hosts {
@@ -132,7 +132,8 @@ impl OnChip {
         let between = |reason: String| DeviceError::Between { group: opening.name.to_owned(), reason };
         hub.open(ChannelSpec { id: sizes, name, me, members }).map_err(|error| between(error.to_string()))?;
         let members = positions.len() as u32;
-        let share = StoreShare::new(opening.store.clone(), Patience::default()).of(opening.world.id, members);
+        let World { id, secret, .. } = opening.world;
+        let share = StoreShare::new(opening.store.clone(), Patience::default(), secret).of(*id, members);
         let hosts = Arc::new(Hosts {
             process: opening.process.clone(),
             group: opening.channel,
