@@ -83,12 +83,12 @@ def test_what_runs_as_a_program_is_counted(tmp_path: Path) -> None:
         from podring import _core
         dist.init_process_group("tpu")
         rank, size = dist.get_rank(), dist.get_world_size()
-        assert _core.engine_counts()[0] == 0
+        assert _core.engine_counts()["launched"] == 0
 
         def launched(act):
-            before = _core.engine_counts()[0]
+            before = _core.engine_counts()["launched"]
             act()
-            return _core.engine_counts()[0] - before
+            return _core.engine_counts()["launched"] - before
 
         one = torch.full((1000,), float(rank + 1), device="tpu")
         assert launched(lambda: dist.all_reduce(one)) == 1
@@ -104,14 +104,15 @@ def test_what_runs_as_a_program_is_counted(tmp_path: Path) -> None:
         assert one.cpu().tolist() == [40.0] * 1000 and out.cpu().tolist() == [40.0] * 4000
         assert launched(lambda: dist.barrier(device_ids=[0])) == 1
         # Each program was compiled by one rank, and the others have it from that one.
-        _, compiled, received = _core.engine_counts()
+        counts = _core.engine_counts()
+        compiled, received = counts["compiled"], counts["received"]
         programs = compiled + received
         counts = torch.tensor([compiled, received, _core.program_counts()["loaded"]])
         dist.all_reduce(counts)
         assert programs >= 4 and counts.tolist() == [programs, 3 * programs, 3 * programs], (programs, counts)
         # The same program again: nothing is compiled.
         assert launched(lambda: [dist.all_reduce(one) for _ in range(5)]) == 5
-        assert _core.engine_counts()[1] == compiled
+        assert _core.engine_counts()["compiled"] == compiled
         # Tensors of the host's memory, barriers and messages go over the fabric.
         host = torch.full((10,), float(rank))
         after, before = (rank + 1) % size, (rank - 1) % size
@@ -184,11 +185,11 @@ def test_two_slices(tmp_path: Path) -> None:
         dist.init_process_group("tpu")
         rank = dist.get_rank()
         one = torch.full((1000,), float(rank + 1), device="tpu")
-        before = _core.engine_counts()[0]
+        before = _core.engine_counts()["launched"]
         dist.all_reduce(one)
         assert one.cpu().tolist() == [10.0] * 1000
         # A reduce-scatter and an all-gather.
-        assert _core.engine_counts()[0] == before + 2
+        assert _core.engine_counts()["launched"] == before + 2
         # Of each slice, and of the first chips of both.
         mesh = init_device_mesh("tpu", (2, 2), mesh_dim_names=("slice", "chip"))
         for name, total in (("chip", [1, 1, 5, 5]), ("slice", [2, 4, 2, 4])):

@@ -160,7 +160,10 @@ mod tests {
         };
         static V5E: [(&str, &str); 2] = [("TPU_ACCELERATOR_TYPE", "v5litepod-4"), ("TPU_TOPOLOGY", "2x2")];
         assert_eq!(named(&V5E, &[0, 1, 2, 3]).unwrap().to_string(), "v5e:2x2");
-        assert_eq!(named(&[("TPU_ACCELERATOR_TYPE", "v4-8")], &[0, 1, 2, 3, 4, 5, 6, 7]).unwrap().to_string(), "v4:2x2x1");
+        assert_eq!(
+            named(&[("TPU_ACCELERATOR_TYPE", "v4-8")], &[0, 1, 2, 3, 4, 5, 6, 7]).unwrap().to_string(),
+            "v4:2x2x1"
+        );
         for devices in [&[0, 1, 2][..], &[0, 1, 3, 2], &[]] {
             assert!(named(&V5E, devices).unwrap_err().contains("whose devices these are not"));
         }

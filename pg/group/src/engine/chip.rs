@@ -89,8 +89,19 @@ pub(super) fn open(chip: &Arc<Chip>, opening: &Opening) -> Result<Option<Arc<dyn
         let (device, slice) = (chip.rank(), chip.name().to_owned());
         return Err(DeviceError::Chip { group: group(), rank, device, slice });
     }
+    // Known to every member without asking: all of them take the other way, or none.
+    let aside = |parts: &[Vec<u32>]| {
+        let why = parts.iter().find_map(|part| {
+            let members: Vec<u32> = part.iter().map(|&position| opening.global[position as usize]).collect();
+            chip.refuses(&members)
+        });
+        why.inspect(|why| chip.refuse(opening.name, why)).is_some()
+    };
     let Some(slice) = slice else {
         let everybody: Vec<u32> = (0..opening.global.len() as u32).collect();
+        if aside(std::slice::from_ref(&everybody)) {
+            return Ok(None);
+        }
         return Ok(Some(Arc::new(OnChip::open(chip, opening, "", &everybody)?)));
     };
     // The members of each slice, as positions in the group.
@@ -108,9 +119,13 @@ pub(super) fn open(chip: &Arc<Chip>, opening: &Opening) -> Result<Option<Arc<dyn
     if touched.iter().any(|(_, members)| members.len() != mine.len()) {
         return Ok(None);
     }
+    let parts: Vec<Vec<u32>> = touched.iter().map(|(_, members)| members.clone()).collect();
+    if aside(&parts) {
+        return Ok(None);
+    }
     let me = mine.iter().position(|&position| position == opening.me).unwrap_or(0) as u32;
     let inside = OnChip::open(chip, opening, &format!("/slice {own}"), mine)?;
-    let touched: Vec<Vec<u32>> = touched.into_iter().map(|(_, members)| members).collect();
+    let touched = parts;
     let across = Across::open(opening, Box::new(inside), opening.process.line.clone(), &touched, me)?;
     Ok(Some(Arc::new(across)))
 }
