@@ -5,6 +5,7 @@ per device, and the fabric plays them. The numbers are those of CPU tensors.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import textwrap
@@ -214,6 +215,79 @@ def test_two_slices(tmp_path: Path) -> None:
     )
     done = jobs.podring("run", "--slice", "v5e:1x2*2", str(program), PODRING_ENGINE="ici")
     assert done.code == 0 and done.output.count("FINE") == 4, done.output[-6000:]
+
+
+def test_a_second_job_finds_its_programs_on_disk(tmp_path: Path) -> None:
+    program = script(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        from podring import _core
+        dist.init_process_group("tpu")
+        one = torch.full((1000,), float(dist.get_rank() + 1), device="tpu")
+        dist.all_reduce(one)
+        out = torch.zeros(2000, device="tpu")
+        dist.all_gather_into_tensor(out, one)
+        assert out.cpu().tolist() == [3.0] * 2000
+        counts = _core.engine_counts()
+        os.write(1, f"COUNTS {[counts[name] for name in ('compiled', 'received', 'loaded', 'damaged')]}\\n".encode())
+        dist.destroy_process_group()
+        """,
+    )
+    cache = tmp_path / "cache"
+
+    def counts() -> tuple[list[int], str]:
+        words = ("run", "--slice", "v5e:1x2", str(program))
+        done = jobs.podring(*words, PODRING_ENGINE="ici", PODRING_CACHE_DIR=str(cache))
+        lines = [line for line in done.output.splitlines() if "COUNTS [" in line]
+        assert done.code == 0 and len(lines) == 2, done.output[-4000:]
+        rows = [json.loads(line[line.index("COUNTS [") + len("COUNTS ") :]) for line in lines]
+        return [sum(column) for column in zip(*rows, strict=True)], done.output
+
+    compiled, received, loaded, damaged = counts()[0]
+    assert compiled >= 2 and received + loaded == compiled and damaged == 0
+    files = sorted(cache.glob("*.pjrt"))
+    assert len(files) == compiled
+    # Nothing is compiled, and no rank needs another's.
+    assert counts()[0] == [0, 0, 2 * compiled, 0]
+    # One is damaged: it alone is compiled again, which is said, and the job goes on.
+    files[0].write_bytes(files[0].read_bytes()[:-1] + b"?")
+    (compiled, received, loaded, damaged), output = counts()
+    assert compiled + received + loaded == 2 * len(files) and compiled == 1 and damaged >= 1
+    assert f"could not be used and is compiled again: its checksum is wrong file={files[0]}" in output
+    assert sorted(cache.glob("*.pjrt")) == files
+
+
+def test_a_group_that_libtpu_would_refuse_goes_over_the_fabric(tmp_path: Path) -> None:
+    # Two chips at the corner of a larger slice: a part that is not sure to be taken. Wrong settings before that.
+    program = script(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        from podring import _core
+        for name, value in (("PODRING_CACHE_DIR", "/dev/null/programs"), ("PODRING_CACHE_MIB", "much"),
+                            ("PODRING_EXACT", "maybe")):
+            os.environ[name] = value
+            try:
+                dist.init_process_group("tpu", store=dist.HashStore(), rank=0, world_size=1)
+            except ValueError as error:
+                assert str(error).startswith(f'{name}="{value}'), error
+                os.write(1, b"RAISED\\n")
+            del os.environ[name]
+        dist.init_process_group("tpu")
+        one = torch.full((100,), float(dist.get_rank()), device="tpu")
+        dist.all_reduce(one)
+        assert one.cpu().tolist() == [1.0] * 100
+        counts = _core.engine_counts()
+        assert (counts["launched"], counts["refused"]) == (0, 1), counts
+        dist.destroy_process_group()
+        os.write(1, b"FINE\\n")
+        """,
+    )
+    words = ("run", "--slice", "v5e:2x4", "--nproc-per-node", "2", str(program))
+    done = jobs.podring(*words, PODRING_ENGINE="ici")
+    assert done.code == 0 and done.output.count("FINE") == 2 and done.output.count("RAISED") == 6, done.output[-6000:]
+    assert done.output.count("a group's collectives go over the hosts' network") == 2, done.output[-6000:]
 
 
 def test_a_rank_killed_inside_a_program_is_named(tmp_path: Path) -> None:
