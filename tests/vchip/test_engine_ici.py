@@ -259,7 +259,7 @@ def test_a_second_job_finds_its_programs_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_group_that_libtpu_would_refuse_goes_over_the_fabric(tmp_path: Path) -> None:
-    # Two chips at the corner of a larger slice: a part that is not sure to be taken. Wrong settings before that.
+    # Two chips at the corner of a slice are not sure to be taken, two beside them are. Wrong settings before that.
     program = script(
         tmp_path,
         """
@@ -275,18 +275,19 @@ def test_a_group_that_libtpu_would_refuse_goes_over_the_fabric(tmp_path: Path) -
                 os.write(1, b"RAISED\\n")
             del os.environ[name]
         dist.init_process_group("tpu")
-        one = torch.full((100,), float(dist.get_rank()), device="tpu")
-        dist.all_reduce(one)
-        assert one.cpu().tolist() == [1.0] * 100
+        rank = dist.get_rank()
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        one = torch.full((100,), float(rank), device="tpu")
+        dist.all_reduce(one, group=pairs[rank // 2])
+        assert one.cpu().tolist() == [[1.0], [5.0]][rank // 2] * 100
         counts = _core.engine_counts()
-        assert (counts["launched"], counts["refused"]) == (0, 1), counts
+        assert (counts["launched"], counts["refused"]) == [(0, 1), (1, 0)][rank // 2], counts
         dist.destroy_process_group()
         os.write(1, b"FINE\\n")
         """,
     )
-    words = ("run", "--slice", "v5e:2x4", "--nproc-per-node", "2", str(program))
-    done = jobs.podring(*words, PODRING_ENGINE="ici")
-    assert done.code == 0 and done.output.count("FINE") == 2 and done.output.count("RAISED") == 6, done.output[-6000:]
+    done = jobs.podring("run", "--slice", "v5e:1x4", str(program), PODRING_ENGINE="ici")
+    assert done.code == 0 and done.output.count("FINE") == 4 and done.output.count("RAISED") == 12, done.output[-6000:]
     assert done.output.count("a group's collectives go over the hosts' network") == 2, done.output[-6000:]
 
 

@@ -26,20 +26,23 @@ pub fn seen(kind: &str, devices: &[Device]) -> Result<Slice, TopologyError> {
         own.clone().max().unwrap_or(0) - own.min().unwrap_or(0) + 1
     });
     let merged = cores == 1 && generation == Generation::V4;
-    let slice = Slice::build(SliceParts {
-        generation,
-        shape: Shape::for_generation(generation, dims),
-        host: Some(host),
-        wrap: None,
-        twisted: false,
-        config: if merged { ChipConfig::Megacore } else { ChipConfig::Default },
-        slices,
-    })?;
     let place = |device: &Device| (device.coords, device.core, device.slice);
-    if !slice.list().map(|device| place(&device)).eq(devices.iter().map(place)) {
-        return Err(none("they are listed in another order than libtpu's"));
+    // Processes that share a host may be listed host by host all the same.
+    for host in [Some(host), None] {
+        let slice = Slice::build(SliceParts {
+            generation,
+            shape: Shape::for_generation(generation, dims),
+            host,
+            wrap: None,
+            twisted: false,
+            config: if merged { ChipConfig::Megacore } else { ChipConfig::Default },
+            slices,
+        })?;
+        if slice.list().map(|device| place(&device)).eq(devices.iter().map(place)) {
+            return Ok(slice);
+        }
     }
-    Ok(slice)
+    Err(none("they are listed in another order than libtpu's"))
 }
 
 #[cfg(test)]
@@ -74,6 +77,10 @@ mod tests {
         let options = SliceOptions { chips_per_host_bounds: Some([1, 1, 1]), ..SliceOptions::default() };
         let slice = parse_with("v5e:4x4", &options).unwrap();
         assert_eq!(seen("TPU v5 lite", &devices(&slice)), Ok(slice));
+        // The same, listed host by host.
+        let slice = parse("v5e:4x4").unwrap();
+        let alone = slice.list().enumerate().map(|(rank, device)| Device { process: rank as u32, ..device });
+        assert_eq!(seen("TPU v5 lite", &alone.collect::<Vec<_>>()), Ok(slice));
         let options = SliceOptions { chip_config_name: Some("megacore".to_owned()), ..SliceOptions::default() };
         let slice = parse_with("v4:2x2x2", &options).unwrap();
         assert_eq!(seen("TPU v4", &devices(&slice)), Ok(slice));
