@@ -16,7 +16,7 @@ use podring_topology::{
 
 use crate::program::{Groups, ProgramError};
 pub use scatter::reduce_scatter_us;
-pub use seen::{UnseenError, from_devices};
+pub use seen::{UnseenError, from_devices, from_names};
 
 /// Who calls the collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

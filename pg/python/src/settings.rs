@@ -8,11 +8,11 @@ use podring_group::{BadSetting, Error, HubConfig, Secret};
 use podring_ici::cache::Disk;
 use podring_ici::engine::{Chip, ChipOptions};
 use podring_ici::pjrt::{Client, DeviceDescription, PjrtError, Plugin};
-use podring_ici::slice::from_devices;
+use podring_ici::slice::{from_devices, from_names};
 use podring_rendezvous::bootstrap::SECRET;
-use podring_rendezvous::environment::Launch;
+use podring_rendezvous::environment::{Given, Launch};
 use podring_rendezvous::secret::Token;
-use podring_topology::{Slice, SliceOptions, from_accelerator};
+use podring_topology::Slice;
 
 /// The hub's settings.
 pub fn hub() -> Result<HubConfig, Error> {
@@ -104,70 +104,17 @@ fn real_slice(devices: &[DeviceDescription]) -> Option<Slice> {
         Ok(slice) => return Some(slice),
         Err(error) => error,
     };
-    match Launch::from_env().map_err(|error| error.to_string()).and_then(|launch| named_slice(&launch, devices)) {
+    let named = Launch::from_env().map_err(|error| error.to_string()).and_then(|launch| {
+        let text = |given: &Option<Given<String>>| given.as_ref().map(|given| given.value.clone());
+        let (accelerator, dims) = (text(&launch.accelerator_type), launch.topology.map(|dims| dims.value));
+        let slices = launch.slice_count.map(|count| count.value);
+        from_names(accelerator.as_deref(), dims.as_deref(), slices, devices).map_err(|error| error.to_string())
+    });
+    match named {
         Ok(slice) => Some(slice),
         Err(unnamed) => {
             tracing::warn!(%unseen, unnamed, "the TPUs' slice isn't known: its shape is not made use of");
             None
         }
-    }
-}
-
-/// The slice that a launcher's variables name, if it has these devices.
-fn named_slice(launch: &Launch, devices: &[DeviceDescription]) -> Result<Slice, String> {
-    let (accelerator, topology) = (&launch.accelerator_type, &launch.topology);
-    if accelerator.is_none() && topology.is_none() {
-        return Err("neither TPU_ACCELERATOR_TYPE nor TPU_TOPOLOGY is set".to_owned());
-    }
-    let shape = topology.as_ref().map(|dims| dims.value.iter().map(u32::to_string).collect::<Vec<_>>().join("x"));
-    let num_slices = launch.slice_count.as_ref().map(|count| count.value);
-    let options = SliceOptions { num_slices, ..SliceOptions::default() };
-    let accelerator = accelerator.as_ref().map(|name| name.value.as_str());
-    let slice = from_accelerator(accelerator, shape.as_deref(), &options).map_err(|error| error.to_string())?;
-    // In its order: a group's shape follows from it.
-    if !slice.list().map(|device| i64::from(device.id)).eq(devices.iter().map(|device| i64::from(device.id))) {
-        return Err(format!("TPU_ACCELERATOR_TYPE and TPU_TOPOLOGY name {slice}, whose devices these are not"));
-    }
-    Ok(slice)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn lookup(pairs: &'static [(&str, &str)]) -> impl Fn(&str) -> Option<OsString> {
-        move |name| pairs.iter().find(|(other, _)| *other == name).map(|(_, value)| value.into())
-    }
-
-    #[test]
-    fn the_cache_is_where_it_is_said_to_be() {
-        assert!(disk(lookup(&[])).unwrap().is_none());
-        assert!(disk(lookup(&[("PODRING_CACHE_DIR", ""), ("PODRING_CACHE_MIB", "5")])).unwrap().is_none());
-        for value in ["0", "much", "-1", "1.5"] {
-            let wrong = disk(|name| (name == "PODRING_CACHE_MIB").then(|| value.into())).unwrap_err();
-            assert_eq!((wrong.variable, wrong.got.as_str()), ("PODRING_CACHE_MIB", value));
-        }
-        let wrong = disk(lookup(&[("PODRING_CACHE_DIR", "/dev/null/programs")])).unwrap_err();
-        assert!(wrong.to_string().starts_with("PODRING_CACHE_DIR=\"/dev/null/programs: "), "{wrong}");
-    }
-
-    #[test]
-    fn launchers_name_slices_that_have_the_devices() {
-        let device = |id| DeviceDescription { id, process: 0, kind: String::new(), attributes: Vec::new() };
-        let named = |pairs: &'static [(&str, &str)], devices: &[i32]| {
-            let launch = Launch::read(|name| lookup(pairs)(name)?.into_string().ok()).unwrap();
-            named_slice(&launch, &devices.iter().map(|&id| device(id)).collect::<Vec<_>>())
-        };
-        static V5E: [(&str, &str); 2] = [("TPU_ACCELERATOR_TYPE", "v5litepod-4"), ("TPU_TOPOLOGY", "2x2")];
-        assert_eq!(named(&V5E, &[0, 1, 2, 3]).unwrap().to_string(), "v5e:2x2");
-        assert_eq!(
-            named(&[("TPU_ACCELERATOR_TYPE", "v4-8")], &[0, 1, 2, 3, 4, 5, 6, 7]).unwrap().to_string(),
-            "v4:2x2x1"
-        );
-        for devices in [&[0, 1, 2][..], &[0, 1, 3, 2], &[]] {
-            assert!(named(&V5E, devices).unwrap_err().contains("whose devices these are not"));
-        }
-        assert!(named(&[], &[0]).unwrap_err().contains("neither"));
-        assert!(named(&[("TPU_ACCELERATOR_TYPE", "v5litepod-3")], &[0]).is_err());
     }
 }

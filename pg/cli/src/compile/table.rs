@@ -71,6 +71,9 @@ fn row(report: &Value) -> String {
     let mut collectives: Vec<&str> =
         report["collectives"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     collectives.dedup();
+    if collectives.is_empty() {
+        collectives.push("–");
+    }
     let cells = [
         text("slice"),
         text("op"),
@@ -86,7 +89,7 @@ fn row(report: &Value) -> String {
         text("colors"),
         text("phases"),
         text("dim_sizes"),
-        if report["async"] == true { "yes" } else { "no" }.to_owned(),
+        report["async"].as_bool().map_or("–", |is| if is { "yes" } else { "no" }).to_owned(),
         text("predicted_us"),
     ];
     format!("| {} |", cells.join(" | "))

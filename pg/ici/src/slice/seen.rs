@@ -1,6 +1,6 @@
 //! The slice that a plugin's devices are, as they describe themselves.
 
-use podring_topology::{Device, Slice, TopologyError, seen};
+use podring_topology::{Device, Slice, SliceOptions, TopologyError, from_accelerator, seen};
 
 use crate::pjrt::{DeviceDescription, Value};
 
@@ -18,6 +18,32 @@ pub enum UnseenError {
     /// Together they are no slice.
     #[error(transparent)]
     Slice(#[from] TopologyError),
+    /// They are not those of the slice that is named.
+    #[error("TPU_ACCELERATOR_TYPE and TPU_TOPOLOGY name {slice}, whose devices these {devices} are not")]
+    Other {
+        /// The slice.
+        slice: String,
+        /// How many devices there are.
+        devices: usize,
+    },
+}
+
+/// The slice that a launcher names, if these are its devices, by their ids: its accelerator's type, its chips in each
+/// dimension, and how many slices there are.
+pub fn from_names(
+    accelerator: Option<&str>,
+    dims: Option<&[u32]>,
+    num_slices: Option<u32>,
+    described: &[DeviceDescription],
+) -> Result<Slice, UnseenError> {
+    let shape = dims.map(|dims| dims.iter().map(u32::to_string).collect::<Vec<_>>().join("x"));
+    let options = SliceOptions { num_slices, ..SliceOptions::default() };
+    let slice = from_accelerator(accelerator, shape.as_deref(), &options)?;
+    // In its order: a group's shape follows from it.
+    if !slice.list().map(|device| i64::from(device.id)).eq(described.iter().map(|device| i64::from(device.id))) {
+        return Err(UnseenError::Other { slice: slice.to_string(), devices: described.len() });
+    }
+    Ok(slice)
 }
 
 /// The slice whose devices these are: all of a client's or a topology's, in its order.
@@ -100,5 +126,24 @@ mod tests {
         assert!(change(|device| device.attributes[0].1 = Value::Ints(vec![0])).contains("two or three"));
         assert!(change(|device| device.attributes[1].1 = Value::Text("0".into())).contains("no integer"));
         assert!(matches!(from_devices(&[]), Err(UnseenError::Slice(TopologyError::NoSlice { .. }))));
+    }
+
+    #[test]
+    fn launchers_name_slices_that_have_the_devices() {
+        let device = |&id: &i32| DeviceDescription { id, process: 0, kind: String::new(), attributes: Vec::new() };
+        let named = |accelerator: Option<&str>, dims: Option<&[u32]>, ids: &[i32]| {
+            let devices: Vec<DeviceDescription> = ids.iter().map(device).collect();
+            from_names(accelerator, dims, None, &devices).map(|slice| slice.to_string())
+        };
+        let (v5e, square) = (Some("v5litepod-4"), Some(&[2, 2][..]));
+        assert_eq!(named(v5e, square, &[0, 1, 2, 3]).unwrap(), "v5e:2x2");
+        assert_eq!(named(Some("tpu-v5-lite-podslice"), square, &[0, 1, 2, 3]).unwrap(), "v5e:2x2");
+        assert_eq!(named(Some("v4-8"), None, &[0, 1, 2, 3, 4, 5, 6, 7]).unwrap(), "v4:2x2x1");
+        for ids in [&[0, 1, 2][..], &[0, 1, 3, 2], &[]] {
+            assert!(matches!(named(v5e, square, ids), Err(UnseenError::Other { .. })), "{ids:?}");
+        }
+        for (accelerator, dims) in [(None, None), (None, square), (Some("v5litepod-3"), None)] {
+            assert!(matches!(named(accelerator, dims, &[0, 1, 2, 3]), Err(UnseenError::Slice(_))));
+        }
     }
 }
