@@ -16,6 +16,8 @@ use podring_rendezvous::session::{Access, Error, Ranks, Session, Store};
 
 const SILENCE: Duration = Duration::from_secs(1);
 const SOON: Duration = Duration::from_secs(10);
+/// A limit that passes: those that do come have it to come in.
+const LATE: Duration = Duration::from_secs(2);
 
 fn config() -> Config {
     Config { silence: SILENCE, ..Config::default() }
@@ -178,7 +180,7 @@ fn barriers_and_who_is_missing_at_them() {
     thread::scope(|scope| {
         for session in &sessions[..2] {
             scope.spawn(|| {
-                let refusal = refused(session.barrier("some", &[], &[], Duration::from_millis(200)));
+                let refusal = refused(session.barrier("some", &[], &[], LATE));
                 let missing = vec![RankAt { rank: 2, host: Some("c".into()) }];
                 assert!(matches!(&refusal, Refusal::BarrierLate { missing: m, .. } if *m == missing), "{refusal}");
             });
@@ -193,7 +195,7 @@ fn a_rank_that_never_comes_is_named_on_every_rank() {
     let coordinator = Coordinator::start(config()).unwrap();
     let mut first = ranks("a", 3, &[0]);
     first.hosts = ["a", "b", "c"].map(String::from).to_vec();
-    let errors = join_all(&access(&coordinator), vec![first, ranks("b", 3, &[1])], Duration::from_millis(500));
+    let errors = join_all(&access(&coordinator), vec![first, ranks("b", 3, &[1])], LATE);
     for error in errors.into_iter().map(failed) {
         let Error::Late(late) = &error else { panic!("{error}") };
         assert_eq!(late.missing, [RankAt { rank: 2, host: Some("c".into()) }]);

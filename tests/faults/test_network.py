@@ -136,10 +136,10 @@ def test_stale_members_after_a_restart() -> None:
     """Rank 1's process dies and a new one takes its place over the same store, with the dead one's entries in it: an
     error that names a rank on both, in time, and never a group with a dead member that seems to work."""
 
-    def join() -> Callable[[], float]:
+    def join(seconds: float) -> Callable[[], float]:
         store = dist.FileStore(os.environ["STORE_FILE"], -1)
         dist.init_process_group(
-            BACKEND, store=store, rank=int(os.environ["RANK"]), world_size=2, timeout=timedelta(seconds=3)
+            BACKEND, store=store, rank=int(os.environ["RANK"]), world_size=2, timeout=timedelta(seconds=seconds)
         )
         return total
 
@@ -148,16 +148,16 @@ def test_stale_members_after_a_restart() -> None:
         if rank == 1:
             child = os.fork()
             if child == 0:
-                join()()
+                join(20)()
                 os._exit(0)
             os.waitpid(child, 0)
         else:
-            join()()
+            join(20)()
             with pytest.raises(RuntimeError, match="rank 1"):
                 total()
             dist.destroy_process_group()
         try:
-            value = join()()
+            value = join(3)()
         except RuntimeError as error:
             return str(error)
         return "right" if value == 2.0 else f"wrong: {value}"

@@ -32,6 +32,12 @@ def joined() -> float:
     return total()
 
 
+def formed() -> float:
+    """The same where nothing is wrong: no haste."""
+    join()
+    return total()
+
+
 def refused(ends: list[End], *says: str, kind: str = "RuntimeError") -> None:
     """Every end is an error that says all this, in time."""
     assert ends
@@ -170,7 +176,7 @@ def test_wrong_token(token: Path, tmp_path: Path) -> None:
         refused([some[0], some[2]], "rank 1")
         # And the right one.
         env = {"PODRING_TOKEN_FILE": str(token), **there}
-        assert run(joined, 3, init=False, env=env) == [3.0] * 3
+        assert run(formed, 3, init=False, env=env) == [3.0] * 3
 
 
 def test_token_that_cannot_be_used(tmp_path: Path) -> None:
@@ -208,11 +214,11 @@ def test_certificates(tmp_path: Path) -> None:
     with coordinator("--tls-cert", str(cert), "--tls-key", str(key), "--tls-ca", str(ca)) as standing:
         there = {"PODRING_COORDINATOR": standing.address}
         right = {**there, **tls(cert, key, ca)}
-        assert run(joined, 3, init=False, env=right, rank_env=ALONE) == [3.0] * 3
+        assert run(formed, 3, init=False, env=right, rank_env=ALONE) == [3.0] * 3
         refused(ends("one host", {**there, **tls(*other)}), "certificate", kind="DistNetworkError")
         refused(ends("one host", there), standing.address)
     # Rank 0's own, and no token anywhere.
-    assert run(joined, 2, init=False, env=tls(cert, key, ca), rank_env=ALONE) == [2.0, 2.0]
+    assert run(formed, 2, init=False, env=tls(cert, key, ca), rank_env=ALONE) == [2.0, 2.0]
     refused(ends("one host", {"PODRING_TLS_CERT": str(cert)}, ranks=2), "PODRING_TLS_KEY", kind="ValueError")
 
 
@@ -354,6 +360,6 @@ def test_garbage_on_the_coordinators_port() -> None:
             line.sendall(said)
             lines.append(line)
         env = {**QUICK, "PODRING_COORDINATOR": standing.address}
-        assert run(joined, 3, init=False, env=env, rank_env=ALONE) == [3.0] * 3
+        assert run(formed, 3, init=False, env=env, rank_env=ALONE) == [3.0] * 3
         for line in lines:
             line.close()

@@ -71,12 +71,15 @@ pub const NOT_YET: u8 = 2;
 /// `Header::flags` of a [`Frame::Abort`]: it answers another one, and wants no answer.
 pub const ANSWER: u8 = 4;
 
+/// `Header::flags` of a [`Frame::Ack`]: the message was not read and won't be.
+pub const DECLINED: u8 = 8;
+
 /// What stands before every frame's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// The frame's kind.
     pub frame: Frame,
-    /// [`POINT_TO_POINT`], [`NOT_YET`], [`ANSWER`] or 0.
+    /// [`POINT_TO_POINT`], [`NOT_YET`], [`ANSWER`], [`DECLINED`] or 0.
     pub flags: u8,
     /// Payload bytes that follow.
     pub len: u32,

@@ -102,13 +102,13 @@ impl Runtime {
         }
     }
 
-    /// Waits until no callback of the process's groups runs, then runs no more, and until the others have been told of
-    /// what failed here: the interpreter is about to end. `false` if the callbacks took longer than `limit`.
+    /// Waits until no callback of the process's groups runs, then runs no more, and until the others have been sent what
+    /// is theirs: the interpreter is about to end. `false` if the callbacks took longer than `limit`.
     pub fn drain(limit: Duration) -> bool {
         Self::existing().is_none_or(|runtime| {
             let drained = runtime.0.hub.callbacks().drain(limit);
-            if !runtime.0.hub.settle() {
-                tracing::debug!("a peer that couldn't be told of a failure");
+            if !runtime.0.hub.finish() {
+                tracing::debug!("a peer that takes nothing more");
             }
             drained
         })

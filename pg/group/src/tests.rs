@@ -373,13 +373,14 @@ fn different_roots_are_noticed_though_nobody_sends() {
 
 #[test]
 fn a_timeout_names_who_is_late_and_reaches_all() {
-    let errors = run(3, local, Duration::from_millis(300), |group| {
-        if group.rank() == 1 {
-            std::thread::sleep(Duration::from_millis(1500));
-            let mut data = vec![0.0f32; 4];
-            return finish(group, all_reduce(&mut data)).unwrap_err();
-        }
+    let errors = run(3, local, LONG, |group| {
         let mut data = vec![0.0f32; 4];
+        // All begin together.
+        finish(group, all_reduce(&mut data)).unwrap();
+        if group.rank() == 1 {
+            std::thread::sleep(Duration::from_secs(3));
+        }
+        group.set_timeout(Duration::from_secs(1));
         finish(group, all_reduce(&mut data)).unwrap_err()
     });
     for error in errors {
@@ -468,7 +469,7 @@ fn strided_tensors_are_packed() {
 fn monitored_barrier_names_the_missing() {
     run(4, local, LONG, |group| {
         let rank = group.rank();
-        let short = Some(Duration::from_millis(300));
+        let short = Some(Duration::from_secs(2));
         group.monitored_barrier(None, false, || false).unwrap();
         for (all, expected) in [(false, "Rank 2 failed to pass monitoredBarrier"), (true, "Ranks 2, 3 failed")] {
             if rank == 0 {

@@ -227,6 +227,8 @@ pub(crate) struct Channel {
 
 /// The ledger row of a rank that didn't answer in time.
 const SILENT: &str = "no answer";
+/// How that of a rank begins that hadn't called anything with the number when it was asked.
+const NOTHING_YET: &str = "nothing yet";
 
 impl Channel {
     /// A channel whose members are yet to be named.
@@ -302,6 +304,23 @@ impl Channel {
         failure
     }
 
+    /// A failure as a call that comes after it is told of it: if ranks differed in that very call, its row is known now.
+    /// (Where a deadline passed, that it hadn't come by then is what the table is there to show.)
+    pub fn with_call(&self, failure: &Arc<Failure>, record: &Record) -> Arc<Failure> {
+        let open = |row: &LedgerRow| row.called == SILENT || row.called.starts_with(NOTHING_YET);
+        let mut told = (**failure).clone();
+        if matches!(told, Failure::Mismatch { .. })
+            && !record.kind.is_point_to_point()
+            && let Some((seq, ledger)) = told.ledger_mut()
+            && seq == record.seq
+            && let Some(row) = ledger.iter_mut().find(|row| row.rank == self.me && open(row))
+        {
+            row.called = record.to_string();
+            return Arc::new(told);
+        }
+        failure.clone()
+    }
+
     /// The failure with its table, once every member has answered or time is up.
     pub fn verdict(&mut self, now: Instant) -> Option<Failure> {
         let inquest = self.inquest.as_ref()?;
@@ -331,11 +350,11 @@ fn called(records: &VecDeque<Record>, seq: u64) -> Answer {
     }
     Answer::NotYet(match collectives().next() {
         Some(last) => format!(
-            "nothing yet; its last call was seq {}: {last}{}",
+            "{NOTHING_YET}; its last call was seq {}: {last}{}",
             last.seq,
             if last.done { ", finished" } else { ", not finished" }
         ),
-        None => "nothing yet".into(),
+        None => NOTHING_YET.into(),
     })
 }
 

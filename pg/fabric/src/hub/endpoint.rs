@@ -4,11 +4,13 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::time::Instant;
 
-use rustix::event::eventfd;
-use rustix::io::Errno;
+use rustix::event::{PollFd, PollFlags, eventfd, poll};
+use rustix::io::{Errno, retry_on_intr};
 use rustix::process::Pid;
+use rustix::time::Timespec;
 use serde::{Deserialize, Serialize};
-use slotmap::KeyData;
+use slotmap::{Key as _, KeyData};
+use smallvec::SmallVec;
 
 use super::net::Dial;
 use crate::fork::Guarded;
@@ -113,7 +115,7 @@ pub(crate) enum In {
     /// None yet.
     None,
     /// Shared memory.
-    Shm { _socket: Guarded, reader: Reader, bell: Guarded, _mapping: Mapping },
+    Shm { socket: Guarded, reader: Reader, bell: Guarded, _mapping: Mapping },
     /// TCP: bytes read but not yet understood are `buffer[start..end]`; the slot and rest of the message being read.
     Tcp { socket: Guarded, buffer: Vec<u8>, start: usize, end: usize, data: Option<(u64, usize)> },
 }
@@ -198,14 +200,24 @@ impl Endpoint {
         matches!(&self.out, Out::Tcp(tcp) if tcp.body.is_some() || tcp.written < tcp.staged.len())
     }
 
+    /// A process of this host has closed its link to this one, or ended. Pids are used again: only while the process
+    /// lives that is behind the link does its number mean it.
+    pub fn has_hung_up(&self) -> bool {
+        let In::Shm { socket, .. } = &self.inbound else { return false };
+        let mut fds: SmallVec<[PollFd<'_>; 2]> = SmallVec::new();
+        fds.push(PollFd::new(socket, PollFlags::RDHUP));
+        fds.extend(self.pidfd.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        retry_on_intr(|| poll(&mut fds, Some(&now))) != Ok(0)
+    }
+
     /// Reports of failures wait to be sent.
     pub fn has_reports(&self) -> bool {
         let staged = matches!(&self.out, Out::Tcp(tcp) if tcp.written < tcp.staged.len());
         self.dead.is_none() && (staged || self.items.iter().any(|item| matches!(item, Item::Owned { .. })))
     }
 
-    /// Whether its process has ended, after which its number may become another's. What was read by that number before
-    /// this says no was read from the process itself.
+    /// Whether its process has ended, after which its number may become another's; also where no pidfd tells.
     pub fn ended(&self) -> bool {
         self.pidfd.as_ref().is_none_or(shm::has_ended)
     }
@@ -289,6 +301,15 @@ impl Endpoint {
             }
             Out::Idle | Out::Retry | Out::Dialing(_) => Ok(false),
         }
+    }
+
+    /// A send of which the receiver has not heard.
+    pub fn has_queued(&self, send: SendKey) -> bool {
+        self.items.iter().any(|item| match item {
+            Item::Eager { send: queued, .. } => *queued == send,
+            Item::Bare(header) => header.frame == Frame::Ready && header.cookie == send.data().as_ffi(),
+            Item::Owned { .. } => false,
+        })
     }
 
     /// Forgets output whose memory is about to go: sends for which `unwanted` says so. Those of which the receiver has

@@ -44,6 +44,8 @@ pub(crate) struct Sending {
     pub endpoint: u32,
     pub data: *const u8,
     pub len: usize,
+    /// Nobody will read it. Its operation ends when this process hears why.
+    pub declined: bool,
 }
 
 /// A message being waited for or read.
@@ -129,8 +131,8 @@ pub(crate) struct Engine {
     pub ended: u64,
     /// Channels with an inquest open.
     pub inquests: usize,
-    /// When a failure was last told to somebody.
-    pub reported: Instant,
+    /// Looks since a failure was last told to somebody at whether that has left, by those who wait for it.
+    pub settling: u32,
     /// Peers were asked to ring when they write.
     pub armed: bool,
     /// The message being handled was put aside for later.
@@ -162,7 +164,7 @@ impl Engine {
             garbage: Vec::new(),
             ended: 0,
             inquests: 0,
-            reported: Instant::now(),
+            settling: 0,
             armed: false,
             kept: false,
         }
@@ -282,7 +284,7 @@ impl Engine {
         // An error text that doesn't fit a frame is cut: it must never be the reason for another failure.
         let bytes = &bytes[..bytes.len().min(OWNED_LIMIT)];
         header.len = bytes.len() as u32;
-        self.reported = Instant::now();
+        self.settling = 0;
         self.push_item(endpoint, Item::Owned { header, bytes: bytes.into() });
     }
 
@@ -295,7 +297,8 @@ impl Engine {
         let mut index = 0;
         while index < self.dirty.len() {
             let endpoint = self.dirty[index];
-            if matches!(self.endpoints[endpoint as usize].out, Out::Idle | Out::Retry) {
+            let peer = &self.endpoints[endpoint as usize];
+            if peer.dead.is_none() && matches!(peer.out, Out::Idle | Out::Retry) {
                 self.open_out(endpoint, now);
             }
             let mut sent = std::mem::take(&mut self.sent);
@@ -317,6 +320,15 @@ impl Engine {
             }
         }
         moved
+    }
+
+    /// A message won't be read: something has failed over there, or the group was left.
+    pub fn send_declined(&mut self, send: SendKey) {
+        let Some(sending) = self.sends.get_mut(send) else { return };
+        sending.declined = true;
+        if self.ops.get(sending.op).is_none_or(|op| op.failed) {
+            self.send_done(send);
+        }
     }
 
     /// A send's memory is free again.

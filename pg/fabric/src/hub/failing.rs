@@ -120,7 +120,7 @@ impl Engine {
         for (id, rank) in concerned {
             self.rank_gone(id, rank, &how);
         }
-        // Nobody reads this memory any more.
+        // Whoever still reads this memory finds the link closed, and uses nothing of it.
         let orphaned: Vec<SendKey> =
             self.sends.iter().filter(|(_, sending)| sending.endpoint == endpoint).map(|(key, _)| key).collect();
         for send in orphaned {
@@ -376,7 +376,7 @@ impl Engine {
                         channel.posted.retain(|posted| posted.recv != recv);
                     }
                 }
-                Stage::Pulling { cookie, .. } => self.ack(receiving.endpoint, id, cookie),
+                Stage::Pulling { cookie, .. } => self.decline(receiving.endpoint, id, cookie),
                 Stage::Streaming => {}
             }
         }
@@ -388,6 +388,7 @@ impl Engine {
         for send in never {
             self.sends.remove(send);
         }
+        self.sends.retain(|_, sending| sending.op != key || !sending.declined);
         if !self.sends.values().any(|sending| sending.op == key) {
             self.retire(key);
         }
@@ -426,7 +427,7 @@ impl Engine {
     }
 
     pub fn overdue(&mut self, key: OpKey) {
-        let Some(op) = self.ops.get(key) else { return };
+        let Some(op) = self.ops.get(key).filter(|op| !op.failed) else { return };
         let Some(channel) = self.channels.get(&op.channel) else { return };
         if channel.inquest.is_some() {
             return;
@@ -452,9 +453,14 @@ impl Engine {
         };
         let id = op.channel;
         let untouched = op.kind.is_point_to_point()
-            && self.recvs.values().all(|receiving| receiving.op != key || receiving.stage == Stage::Posted);
+            && self.recvs.values().all(|receiving| receiving.op != key || receiving.stage == Stage::Posted)
+            && self
+                .sends
+                .iter()
+                .all(|(send, sending)| sending.op != key || self.endpoints[sending.endpoint as usize].has_queued(send));
         if untouched {
-            // A message that never came leaves nothing half done: the group lives.
+            // A message that never came, or of which its receiver hasn't heard, leaves nothing half done: the group
+            // lives. One that was offered could still be taken, with whatever is in its memory by then.
             self.fail_op(key, &Arc::new(failure));
         } else {
             self.fail_channel(id, failure, true);

@@ -1,14 +1,15 @@
 //! Messages: what comes, what it is for, and what goes out for an operation.
 
 use podring_collective::DType;
+use rustix::io::Errno;
 use slotmap::{Key, KeyData};
 
-use super::channel::{Answer, Body, Early, EarlyDirect};
+use super::channel::{Answer, Body, Channel, Early, EarlyDirect};
 use super::endpoint::{CREDIT, In, Item, OpKey, Out, RecvKey, SendKey, Stream, cost};
-use super::engine::{Engine, MatchKey, Orphan, Receiving, STEP, Sending, Stage};
+use super::engine::{BURST, Engine, MatchKey, Orphan, Receiving, STEP, Sending, Stage};
 use crate::error::{Extent, Failure};
 use crate::link::shm;
-use crate::wire::{Frame, Header, NOT_YET, POINT_TO_POINT};
+use crate::wire::{DECLINED, Frame, HEADER, Header, NOT_YET, POINT_TO_POINT};
 
 impl Engine {
     /// Reads frames from an endpoint's ring.
@@ -76,7 +77,7 @@ impl Engine {
             Frame::Ack => {
                 let send = SendKey::from(KeyData::from_ffi(header.cookie));
                 if self.sends.get(send).is_some_and(|sending| sending.endpoint == endpoint) {
-                    self.send_done(send);
+                    if header.flags & DECLINED == 0 { self.send_done(send) } else { self.send_declined(send) }
                 }
             }
             Frame::Announce => {
@@ -151,7 +152,7 @@ impl Engine {
     /// Lets the sender of an offered message have its memory back unread, and forgets an early one.
     pub fn refuse(&mut self, endpoint: u32, channel: u64, body: &Body) {
         match body {
-            Body::Ready { cookie, .. } => self.ack(endpoint, channel, *cookie),
+            Body::Ready { cookie, .. } => self.decline(endpoint, channel, *cookie),
             Body::Bytes { cost, .. } => self.release(endpoint, *cost),
         }
     }
@@ -176,9 +177,19 @@ impl Engine {
         }
     }
 
-    pub fn ack(&mut self, endpoint: u32, channel: u64, cookie: u64) {
+    /// A message has been read.
+    fn ack(&mut self, endpoint: u32, channel: u64, cookie: u64) {
+        self.answer_offer(endpoint, channel, cookie, 0);
+    }
+
+    /// A message won't be read. Its sender has its memory back, but hasn't sent anything.
+    pub fn decline(&mut self, endpoint: u32, channel: u64, cookie: u64) {
+        self.answer_offer(endpoint, channel, cookie, DECLINED);
+    }
+
+    fn answer_offer(&mut self, endpoint: u32, channel: u64, cookie: u64, flags: u8) {
         let mut header = Header::new(Frame::Ack, channel);
-        header.cookie = cookie;
+        (header.cookie, header.flags) = (cookie, flags);
         if !self.endpoints[endpoint as usize].try_eager(&header, std::ptr::null(), 0) {
             self.push_item(endpoint, Item::Bare(header));
         }
@@ -195,7 +206,7 @@ impl Engine {
             let Some(channel) = self.channels.get_mut(&header.channel) else { return };
             if channel.failed.is_some() {
                 if payload.is_none() {
-                    self.ack(endpoint, header.channel, header.cookie);
+                    self.decline(endpoint, header.channel, header.cookie);
                 }
                 return;
             }
@@ -220,7 +231,7 @@ impl Engine {
         }
         if !self.check(header.channel, rank, header.seq, header.fingerprint) {
             if payload.is_none() {
-                self.ack(endpoint, header.channel, header.cookie);
+                self.decline(endpoint, header.channel, header.cookie);
             }
             return;
         }
@@ -301,7 +312,7 @@ impl Engine {
                 op.ticket.set_source(rank);
                 if op.fingerprint != header.fingerprint {
                     if payload.is_none() {
-                        self.ack(endpoint, header.channel, header.cookie);
+                        self.decline(endpoint, header.channel, header.cookie);
                     }
                     self.unlike(recv, rank, header.fingerprint, header.total);
                     return;
@@ -337,7 +348,7 @@ impl Engine {
         let op = receiving.op;
         if total != receiving.len as u64 {
             let channel = self.ops.get(op).map_or(0, |op| op.channel);
-            self.ack(endpoint, channel, cookie);
+            self.decline(endpoint, channel, cookie);
             self.wrong_length(recv, endpoint, total);
             return;
         }
@@ -428,7 +439,10 @@ impl Engine {
         let Some(receiving) = self.recvs.get_mut(recv) else { return true };
         let Stage::Pulling { addr, cookie } = receiving.stage else { return true };
         let endpoint = receiving.endpoint;
-        let Some(pid) = self.endpoints[endpoint as usize].readable else { return true };
+        let Some(pid) = self.endpoints[endpoint as usize].readable else {
+            self.unreadable(recv, addr, cookie);
+            return true;
+        };
         let piece = (receiving.len - receiving.got).min(STEP);
         // SAFETY: the receive's memory from `got` on has that many bytes.
         let got =
@@ -439,32 +453,64 @@ impl Engine {
                 receiving.got += bytes;
                 if receiving.got < receiving.len {
                     self.pulls.push_back(recv);
-                    return true;
+                } else if self.still_offered(recv) {
+                    self.recvs.remove(recv);
+                    let channel = self.ops.get(op).map_or(0, |op| op.channel);
+                    self.ack(endpoint, channel, cookie);
+                    self.message_done(op, lane);
                 }
-                // All pieces were read by its process's number, which may be another's once it has ended.
-                if self.endpoints[endpoint as usize].ended() {
-                    self.lose(endpoint, "its process ended".into());
-                    return true;
-                }
-                self.recvs.remove(recv);
-                let channel = self.ops.get(op).map_or(0, |op| op.channel);
-                self.ack(endpoint, channel, cookie);
-                self.message_done(op, lane);
             }
-            Err(rustix::io::Errno::PERM) => {
+            Err(Errno::PERM) => {
                 // Permission was there when the link opened and is gone: have it sent from now on.
                 self.endpoints[endpoint as usize].readable = None;
-                let (total, got) = (receiving.len as u64, receiving.got);
-                if got == 0 {
-                    self.deliver_ready(recv, endpoint, total, addr, cookie);
-                } else {
-                    self.lose(endpoint, "its memory may no longer be read".into());
+                self.unreadable(recv, addr, cookie);
+            }
+            Ok(_) | Err(Errno::SRCH) => self.lose(endpoint, "its process ended".into()),
+            Err(errno) => {
+                if self.still_offered(recv) {
+                    self.lose(endpoint, format!("its memory can't be read: {errno}"));
                 }
             }
-            Ok(_) | Err(rustix::io::Errno::SRCH) => self.lose(endpoint, "its process ended".into()),
-            Err(errno) => self.lose(endpoint, format!("its memory can't be read: {errno}")),
         }
         true
+    }
+
+    /// A peer's memory, of which a message may have been read in part, can no longer be read.
+    fn unreadable(&mut self, recv: RecvKey, addr: u64, cookie: u64) {
+        let Some(receiving) = self.recvs.get(recv) else { return };
+        let (endpoint, total, got) = (receiving.endpoint, receiving.len as u64, receiving.got);
+        if self.endpoints[endpoint as usize].dead.is_some() {
+            return;
+        }
+        if got == 0 {
+            self.deliver_ready(recv, endpoint, total, addr, cookie);
+        } else {
+            self.lose(endpoint, "its memory may no longer be read".into());
+        }
+    }
+
+    /// Whether what was just read of a peer's memory is what it offered. A sender that gives an operation up says so
+    /// before its memory may change, and one that gives this process up closes the link; both may have happened while
+    /// this process stood still. (Not said is it only by one whose ring was full for [`super::LOOKS`].)
+    fn still_offered(&mut self, recv: RecvKey) -> bool {
+        let Some(receiving) = self.recvs.get(recv) else { return false };
+        let (endpoint, op) = (receiving.endpoint, receiving.op);
+        // All that was in the ring when the memory had been read; more may come meanwhile.
+        for _ in 0..=self.config.ring / HEADER / BURST {
+            if !self.read_ring(endpoint, BURST) {
+                break;
+            }
+        }
+        let stands = |channel: &Channel| channel.failed.is_none() && channel.inquest.is_none();
+        let channel = self.ops.get(op).and_then(|op| self.channels.get(&op.channel));
+        if !self.recvs.contains_key(recv) || !channel.is_some_and(stands) {
+            return false;
+        }
+        let peer = &self.endpoints[endpoint as usize];
+        if peer.dead.is_none() && peer.has_hung_up() {
+            self.lose(endpoint, "its process ended".into());
+        }
+        self.endpoints[endpoint as usize].dead.is_none() && self.recvs.contains_key(recv)
     }
 
     /// Offers or sends a message. `true` if its memory is free again already.
@@ -490,11 +536,11 @@ impl Engine {
             if peer.try_eager(&header, data, len) {
                 return true;
             }
-            let send = self.sends.insert(Sending { op, lane, endpoint, data, len });
+            let send = self.sends.insert(Sending { op, lane, endpoint, data, len, declined: false });
             self.push_item(endpoint, Item::Eager { header, data, send });
             return false;
         }
-        let send = self.sends.insert(Sending { op, lane, endpoint, data, len });
+        let send = self.sends.insert(Sending { op, lane, endpoint, data, len, declined: false });
         header.frame = Frame::Ready;
         header.addr = data as u64;
         header.cookie = send.data().as_ffi();

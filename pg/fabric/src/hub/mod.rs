@@ -5,6 +5,7 @@
 
 mod channel;
 mod config;
+mod drive;
 mod endpoint;
 mod engine;
 mod failing;
@@ -23,11 +24,9 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use crossbeam_queue::SegQueue;
-use parking_lot::{Mutex, MutexGuard, RwLock};
+use parking_lot::{Mutex, RwLock};
 use podring_collective::Collective;
 use rustc_hash::FxHashMap;
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::time::Timespec;
 
 pub use config::{BadSetting, Config};
 pub use endpoint::Address;
@@ -40,27 +39,15 @@ use crate::handshake::{Job, Secret};
 use crate::memory::SharedPool;
 use crate::wire::HubId;
 use channel::Channel;
+use endpoint::Endpoint;
 use engine::{Engine, Request};
 use net::Net;
-use ticket::{Tickets, deadline};
+use ticket::Tickets;
 
-/// Looks with nothing but a pause between them, where every rank has a core to itself: a few microseconds, in which a
-/// peer that is at it too answers.
-const SPINS: u32 = 200;
-/// How long a waiter yields before it sleeps. It yields even where every rank should have a core: something else may run
-/// there, and then the peer that it waits for stands behind this very thread.
-const YIELD: Duration = Duration::from_micros(300);
-/// How long a report of a failure may take to leave before this process goes on.
-const LAST_WORDS: Duration = Duration::from_millis(500);
-/// The longest sleep, so that deadlines and interrupts are noticed.
-const NAP: Duration = Duration::from_millis(50);
-
-/// The progress thread works or looks for work.
-const AWAKE: u8 = 0;
-/// It stands aside for a waiter.
-const PARKED: u8 = 1;
-/// It sleeps until a socket or its bell wakes it.
-const ASLEEP: u8 = 2;
+/// How often it is looked whether a report of a failure has left before this process goes on. Counted and not timed: a
+/// process that stood still meanwhile still has its say.
+const LOOKS: u32 = 2500;
+const LOOK: Duration = Duration::from_micros(200);
 
 struct Shared {
     engine: Mutex<Engine>,
@@ -137,36 +124,6 @@ pub enum Waited {
     Interrupted,
 }
 
-/// How long to look before sleeping.
-struct Patience {
-    since: Option<Instant>,
-    looks: u32,
-    spin: bool,
-}
-
-impl Patience {
-    fn new(spin: bool) -> Self {
-        Patience { since: None, looks: 0, spin }
-    }
-
-    fn reset(&mut self) {
-        self.since = None;
-        self.looks = 0;
-    }
-
-    /// Waits a little; `false` when it is time to sleep.
-    fn wait(&mut self) -> bool {
-        self.looks += 1;
-        if self.spin && self.looks < SPINS {
-            std::hint::spin_loop();
-            return true;
-        }
-        let since = *self.since.get_or_insert_with(Instant::now);
-        rustix::thread::sched_yield();
-        since.elapsed() < YIELD
-    }
-}
-
 impl Hub {
     /// Starts a hub: its sockets and its progress thread.
     pub fn start(config: Config) -> Result<Hub, HubError> {
@@ -201,7 +158,7 @@ impl Hub {
             sleepers: AtomicUsize::new(0),
             passengers: Mutex::new(Vec::new()),
             aboard: AtomicUsize::new(0),
-            progress: AtomicU8::new(AWAKE),
+            progress: AtomicU8::new(drive::AWAKE),
             thread: Mutex::new(None),
             busy: AtomicBool::new(false),
             spin: AtomicBool::new(false),
@@ -383,12 +340,23 @@ impl Hub {
 
     /// Gives a ticket back for reuse.
     pub fn recycle(&self, ticket: Arc<Ticket>) {
-        self.0.tickets.give(ticket);
+        // In a forked child the lock may be one that a thread held which isn't there.
+        if self.check_fork().is_ok() {
+            self.0.tickets.give(ticket);
+        } else {
+            std::mem::forget(ticket);
+        }
     }
 
     /// Works until an operation has ended, `limit` has passed, or `interrupted` (asked now and then) says to stop.
     pub fn wait(&self, ticket: &Ticket, limit: Option<Duration>, interrupted: impl FnMut() -> bool) -> Waited {
-        let waited = self.drive_until(ticket, limit, interrupted);
+        let waited = if ticket.ended() {
+            Waited::Ended
+        } else if self.check_fork().is_err() {
+            Waited::TimedOut
+        } else {
+            self.0.drive_until(ticket, limit, interrupted)
+        };
         if ticket.state() == State::Failed {
             // Whoever hears of it may end the process at once: the others should know the cause by then.
             self.settle();
@@ -396,63 +364,45 @@ impl Hub {
         waited
     }
 
-    fn drive_until(&self, ticket: &Ticket, limit: Option<Duration>, mut interrupted: impl FnMut() -> bool) -> Waited {
-        if ticket.ended() {
-            return Waited::Ended;
-        }
-        if self.check_fork().is_err() {
-            return Waited::TimedOut;
-        }
-        let shared = &*self.0;
-        shared.foreground.fetch_add(1, Ordering::SeqCst);
-        let until = limit.map(deadline);
-        let mut asked = Instant::now();
-        let result = loop {
-            if ticket.ended() {
-                break Waited::Ended;
+    /// Works until what was said of failures has left for the others: some of them may have to be called first. `false`
+    /// if it hadn't after [`LOOKS`] at it, some half a second; that of those who asked before counts.
+    pub fn settle(&self) -> bool {
+        self.flush_until(|engine| {
+            engine.settling += 1;
+            match engine.endpoints.iter().any(Endpoint::has_reports) {
+                true => (engine.settling >= LOOKS).then_some(false),
+                false => Some(true),
             }
-            let now = Instant::now();
-            if until.is_some_and(|until| now >= until) {
-                break Waited::TimedOut;
-            }
-            if now - asked >= NAP {
-                asked = now;
-                if interrupted() {
-                    break Waited::Interrupted;
-                }
-            }
-            let nap = until.map_or(NAP, |until| (until - now).min(NAP));
-            let driver = if shared.sleepers.load(Ordering::SeqCst) == 0 { shared.engine.try_lock() } else { None };
-            match driver {
-                Some(engine) => shared.drive_for(engine, ticket, nap),
-                None => shared.ride(ticket, nap),
-            }
-        };
-        if shared.foreground.fetch_sub(1, Ordering::SeqCst) == 1 {
-            shared.hand_over();
-        }
-        shared.wake_passengers();
-        shared.drop_garbage();
-        result
+        })
     }
 
-    /// Works until what was said of failures has left for the others, at most [`LAST_WORDS`] after it was said: some of
-    /// them may have to be called first. `false` if time was up.
-    pub fn settle(&self) -> bool {
+    /// The same for all that was said or sent: the process is about to end.
+    pub fn finish(&self) -> bool {
+        let mut looks = 0;
+        self.flush_until(|engine| {
+            looks += 1;
+            match engine.endpoints.iter().any(|peer| peer.dead.is_none() && peer.has_output()) {
+                true => (looks >= LOOKS).then_some(false),
+                false => Some(true),
+            }
+        })
+    }
+
+    fn flush_until(&self, mut done: impl FnMut(&mut Engine) -> Option<bool>) -> bool {
         while self.check_fork().is_ok() {
-            let since = self.with(|engine| {
-                engine.endpoints.iter().any(endpoint::Endpoint::has_reports).then(|| {
-                    engine.drive();
+            let end = self.with(|engine| {
+                engine.drive();
+                let end = done(engine);
+                if end.is_none() {
                     engine.poll_sockets();
                     engine.tick(Instant::now());
-                    engine.reported.elapsed()
-                })
+                }
+                end
             });
-            match since {
-                None => return true,
-                Some(since) if since >= LAST_WORDS => return false,
-                Some(_) => std::thread::sleep(Duration::from_micros(200)),
+            if let Some(end) = end {
+                return end;
             }
+            std::thread::sleep(LOOK);
         }
         true
     }
@@ -461,246 +411,6 @@ impl Hub {
     pub fn shut(&self) {
         self.0.closing.store(true, Ordering::SeqCst);
         self.0.wake_progress();
-    }
-}
-
-impl Shared {
-    fn take_inbox(&self, engine: &mut Engine) -> bool {
-        let mut any = false;
-        while let Some(request) = self.inbox.pop() {
-            engine.submit(request);
-            any = true;
-        }
-        any
-    }
-
-    /// Makes sure that what is in the inbox is taken out: by whoever holds the token, or by this thread.
-    fn serve_inbox(&self) {
-        while !self.inbox.is_empty() {
-            let Some(mut engine) = self.engine.try_lock() else { return };
-            self.take_inbox(&mut engine);
-            engine.drive();
-            self.release(engine, false);
-        }
-    }
-
-    /// Gives the token up, then does what must not be done under it.
-    fn release(&self, mut engine: MutexGuard<'_, Engine>, serve: bool) {
-        // Whoever hears that an operation has ended may end the process at once, and with it the other threads: what
-        // peers must know by then has to be on its way.
-        engine.flush_dirty();
-        let callbacks = std::mem::take(&mut engine.callbacks);
-        if !engine.garbage.is_empty() {
-            self.garbage.lock().append(&mut engine.garbage);
-        }
-        self.busy.store(engine.busy(), Ordering::SeqCst);
-        drop(engine);
-        for callback in callbacks {
-            self.pool.run(callback);
-        }
-        if serve {
-            self.serve_inbox();
-        }
-    }
-
-    /// Drops memory nobody uses any more. Never under a lock: a drop may take the interpreter's.
-    fn drop_garbage(&self) {
-        let garbage = {
-            let mut garbage = self.garbage.lock();
-            if garbage.is_empty() {
-                return;
-            }
-            std::mem::take(&mut *garbage)
-        };
-        drop(garbage);
-    }
-
-    /// Drives until the ticket has ended or about `nap` has passed without that.
-    fn drive_for<'a>(&'a self, mut engine: MutexGuard<'a, Engine>, ticket: &Ticket, nap: Duration) {
-        let start = Instant::now();
-        let mut patience = Patience::new(self.spin.load(Ordering::Relaxed));
-        let mut rounds = 0u32;
-        let mut ended = engine.ended;
-        engine.disarm();
-        loop {
-            let mut moved = !self.inbox.is_empty() && self.take_inbox(&mut engine);
-            moved |= engine.drive();
-            if ticket.ended() {
-                break;
-            }
-            if engine.ended != ended {
-                ended = engine.ended;
-                self.wake_passengers();
-                if !engine.callbacks.is_empty() {
-                    // Somebody waits for them, perhaps before going on with what this thread waits for.
-                    for callback in std::mem::take(&mut engine.callbacks) {
-                        self.pool.run(callback);
-                    }
-                }
-            }
-            rounds += 1;
-            if rounds.is_multiple_of(64) || engine.net.tcp_links > 0 && !moved {
-                moved |= engine.poll_sockets();
-                let now = Instant::now();
-                engine.tick(now);
-                if now - start >= nap {
-                    break;
-                }
-            }
-            if moved {
-                patience.reset();
-            } else if !patience.wait() {
-                if engine.arm() {
-                    let next = engine.tick(Instant::now());
-                    if engine.runnable() || ticket.ended() {
-                        engine.disarm();
-                        continue;
-                    }
-                    self.release(engine, true);
-                    if !self.sleep(next, nap) {
-                        return;
-                    }
-                    let Some(again) = self.engine.try_lock() else { return };
-                    engine = again;
-                    engine.disarm();
-                    engine.poll_sockets();
-                    if start.elapsed() >= nap {
-                        break;
-                    }
-                }
-                patience.reset();
-            }
-        }
-        self.release(engine, true);
-    }
-
-    /// Sleeps until a socket or the bell wakes this process, at most until `next` or `longest`. Only one waiter does: a
-    /// second one could miss a ring that the first has answered. `false` if another one sleeps already.
-    fn sleep(&self, next: Option<Instant>, longest: Duration) -> bool {
-        if self.sleepers.compare_exchange(0, 1, Ordering::SeqCst, Ordering::SeqCst).is_err() {
-            return false;
-        }
-        // What was posted before this process counted as asleep rang no bell.
-        if self.inbox.is_empty() {
-            self.poll(next, longest);
-        }
-        self.sleepers.store(0, Ordering::SeqCst);
-        true
-    }
-
-    fn poll(&self, next: Option<Instant>, longest: Duration) {
-        let limit = next.map_or(longest, |next| next.saturating_duration_since(Instant::now()).min(longest));
-        let time = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
-        let _ = poll(&mut [PollFd::new(&*self.epoll, PollFlags::IN)], Some(&time));
-    }
-
-    /// Another thread drives: sleeps until an operation ends or the token may be free.
-    fn ride(&self, ticket: &Ticket, nap: Duration) {
-        self.passengers.lock().push(std::thread::current());
-        self.aboard.fetch_add(1, Ordering::SeqCst);
-        let driven = || self.engine.is_locked() || self.sleepers.load(Ordering::SeqCst) > 0;
-        if !ticket.ended() && driven() {
-            std::thread::park_timeout(nap.min(Duration::from_millis(1)));
-        }
-        self.aboard.fetch_sub(1, Ordering::SeqCst);
-        let me = std::thread::current().id();
-        self.passengers.lock().retain(|thread| thread.id() != me);
-    }
-
-    fn wake_passengers(&self) {
-        if self.aboard.load(Ordering::SeqCst) > 0 {
-            for thread in self.passengers.lock().iter() {
-                thread.unpark();
-            }
-        }
-    }
-
-    /// Work was left that nobody waits for: sees to it that somebody does it.
-    fn kick(&self) {
-        if self.sleepers.load(Ordering::SeqCst) > 0 {
-            endpoint::ring(&self.bell);
-        } else if self.foreground.load(Ordering::SeqCst) == 0 {
-            self.wake_progress();
-        }
-    }
-
-    /// The last waiter leaves: the progress thread takes over if there is something to do. If there isn't, it looks after
-    /// the sockets again when its nap is over.
-    fn hand_over(&self) {
-        if self.busy.load(Ordering::SeqCst) || !self.inbox.is_empty() {
-            self.wake_progress();
-        }
-    }
-
-    fn wake_progress(&self) {
-        match self.progress.load(Ordering::SeqCst) {
-            PARKED => {
-                if let Some(thread) = &*self.thread.lock() {
-                    thread.unpark();
-                }
-            }
-            ASLEEP => endpoint::ring(&self.bell),
-            _ => {}
-        }
-    }
-
-    /// One stretch of the progress thread; `false` when it is to end.
-    fn background(&self) -> bool {
-        if self.closing.load(Ordering::SeqCst) || self.generation != fork::generation() {
-            return false;
-        }
-        if self.foreground.load(Ordering::SeqCst) > 0 {
-            self.progress.store(PARKED, Ordering::SeqCst);
-            if self.foreground.load(Ordering::SeqCst) > 0 {
-                std::thread::park_timeout(NAP);
-            }
-            self.progress.store(AWAKE, Ordering::SeqCst);
-            return true;
-        }
-        let mut patience = Patience::new(false);
-        loop {
-            if self.foreground.load(Ordering::SeqCst) > 0 {
-                return true;
-            }
-            let Some(mut engine) = self.engine.try_lock() else {
-                rustix::thread::sched_yield();
-                continue;
-            };
-            if self.foreground.load(Ordering::SeqCst) > 0 {
-                // Looked at under the token: a waiter that sleeps, or is about to, must get the bell itself.
-                return true;
-            }
-            let mut moved = self.take_inbox(&mut engine);
-            moved |= engine.drive();
-            if !moved {
-                moved |= engine.poll_sockets();
-            }
-            let next = engine.tick(Instant::now());
-            let busy = engine.busy();
-            if moved || busy && patience.wait() {
-                if moved {
-                    patience.reset();
-                }
-                self.release(engine, false);
-                continue;
-            }
-            if engine.runnable() || busy && !engine.arm() {
-                self.release(engine, false);
-                patience.reset();
-                continue;
-            }
-            self.progress.store(ASLEEP, Ordering::SeqCst);
-            self.release(engine, false);
-            if !self.garbage.lock().is_empty() {
-                let garbage = std::mem::take(&mut *self.garbage.lock());
-                self.pool.run(Box::new(move || drop(garbage)));
-            }
-            if self.inbox.is_empty() && self.foreground.load(Ordering::SeqCst) == 0 {
-                self.poll(next, Duration::from_secs(1));
-            }
-            self.progress.store(AWAKE, Ordering::SeqCst);
-            return true;
-        }
     }
 }
 
@@ -742,12 +452,12 @@ mod tests {
         let engine = {
             let mut engine = hubs[0].0.engine.lock();
             engine.fail_channel(3, why(), true);
-            assert!(engine.endpoints.iter().any(endpoint::Endpoint::has_output));
+            assert!(engine.endpoints.iter().any(Endpoint::has_output));
             engine
         };
         hubs[0].0.release(engine, false);
         let engine = hubs[0].0.engine.lock();
-        assert!(!engine.endpoints.iter().any(endpoint::Endpoint::has_output));
+        assert!(!engine.endpoints.iter().any(Endpoint::has_output));
         drop(engine);
         assert!(hubs[0].settle());
         let until = Instant::now() + Duration::from_secs(10);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use podring_collective::Kind;
 
 use super::channel::{Body, Channel, Past, Posted, Record};
-use super::endpoint::{Item, Out};
+use super::endpoint::{In, Item, Out};
 use super::engine::{Engine, Orphan, Receiving, Request, Stage};
 use super::play::Blocks;
 use crate::error::Failure;
@@ -21,7 +21,8 @@ impl Engine {
             return;
         };
         if let Some(failure) = &channel.failed {
-            let failure = failure.clone();
+            let record = Record::new(request.seq, request.fingerprint, &request.collective);
+            let failure = channel.with_call(failure, &record);
             self.refuse_request(request, failure);
             return;
         }
@@ -167,8 +168,9 @@ impl Engine {
                 self.inquests -= 1;
             }
             for &endpoint in channel.members.iter().filter(|&&endpoint| endpoint != u32::MAX) {
-                // Only those who heard from this process before can be waiting for it.
-                if !matches!(self.endpoints[endpoint as usize].out, Out::Idle) {
+                // Only those who heard from this process before, or have called it, can be waiting for it.
+                let peer = &self.endpoints[endpoint as usize];
+                if !matches!((&peer.out, &peer.inbound), (Out::Idle, In::None)) {
                     if let Some(report) = &report {
                         self.push_owned(endpoint, Header::new(Frame::Abort, id), report);
                     }

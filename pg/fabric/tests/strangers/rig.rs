@@ -37,10 +37,15 @@ pub fn panics() -> usize {
 
 /// A hub that is found on loopback only, on a host of its own.
 pub fn hub() -> Hub {
+    hub_with(HANDSHAKE)
+}
+
+/// The same, with so long for a connection to prove itself.
+pub fn hub_with(handshake: Duration) -> Hub {
     watch_panics();
     let host = format!("{:032x}", u128::from_le_bytes(nonce().unwrap()[..16].try_into().unwrap()));
     let interfaces = Selection::parse("lo").unwrap();
-    Hub::start(Config { host: Some(host), interfaces, handshake: HANDSHAKE, ..Config::default() }).unwrap()
+    Hub::start(Config { host: Some(host), interfaces, handshake, ..Config::default() }).unwrap()
 }
 
 pub fn port(hub: &Hub) -> SocketAddr {

@@ -46,11 +46,14 @@ fn splits_that_only_two_ranks_know_are_compared() {
 #[test]
 fn a_timeout_names_who_is_late_and_reaches_all() {
     let Some(machine) = machine(3) else { return };
-    let errors = world(&machine, Duration::from_millis(300), |group| {
+    let errors = world(&machine, LONG, |group| {
         let mut data = vec![0.0f32; 4];
+        // All begin together.
+        finish(group, all_reduce(&mut data)).unwrap();
         if group.rank() == 1 {
-            std::thread::sleep(Duration::from_millis(900));
+            std::thread::sleep(Duration::from_secs(3));
         }
+        group.set_timeout(Duration::from_secs(1));
         finish(group, all_reduce(&mut data)).unwrap_err()
     });
     for error in errors {

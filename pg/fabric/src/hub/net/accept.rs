@@ -332,7 +332,7 @@ impl Engine {
                 let reader = unsafe { Reader::new(mapping.base(), by.capacity as usize) };
                 let _ = shm::send_welcome(&guest.socket, &*self.net.bell);
                 let _ = add(&self.net.epoll, &guest.socket, token(IN, endpoint), watch);
-                peer.inbound = In::Shm { _socket: guest.socket, reader, bell: Guarded::new(bell), _mapping: mapping };
+                peer.inbound = In::Shm { socket: guest.socket, reader, bell: Guarded::new(bell), _mapping: mapping };
             }
             _ => {
                 let _ = add(&self.net.epoll, &guest.socket, token(IN, endpoint), watch);

@@ -1,4 +1,5 @@
 use super::super::endpoint::Item;
+use super::super::engine::{Receiving, Stage};
 use super::*;
 use crate::handshake::Secret;
 use crate::memory::SharedPool;
@@ -197,41 +198,6 @@ fn who_leaves_a_failed_group_says_why() {
     }
 }
 
-/// A process's number may be another's once it has ended: what was read by it then is no message.
-#[test]
-fn memory_of_an_ended_process_is_no_message() {
-    use super::super::endpoint::OpKey;
-    use super::super::engine::{Receiving, Stage};
-    use rustix::process::{Pid, PidfdFlags, pidfd_open};
-    let ([mut sender, mut receiver], [to, from]) = pair(["a", "a"]);
-    sender.push_item(to, Item::Bare(Header::new(Frame::Ping, 0)));
-    until(Instant::now() + LONG, "linked", || {
-        turn(&mut sender);
-        turn(&mut receiver);
-        receiver.endpoints[from as usize].readable.is_some()
-    });
-    let (message, mut into) = ([7u8; 100], [0u8; 100]);
-    let mut pull = |receiver: &mut Engine| {
-        let stage = Stage::Pulling { addr: message.as_ptr() as u64, cookie: 0 };
-        let (op, data) = (OpKey::default(), into.as_mut_ptr());
-        let key = receiver.recvs.insert(Receiving { op, lane: 0, endpoint: from, data, len: 100, got: 0, stage });
-        receiver.pulls.push_back(key);
-        assert!(receiver.pull());
-        !receiver.recvs.contains_key(key)
-    };
-    assert!(pull(&mut receiver));
-    // The same memory by the same number, but the process that was there has ended.
-    let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-    let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).unwrap();
-    receiver.endpoints[from as usize].pidfd = Some(Guarded::new(pidfd));
-    assert!(pull(&mut receiver));
-    child.kill().unwrap();
-    child.wait().unwrap();
-    assert!(!pull(&mut receiver));
-    assert_eq!(receiver.endpoints[from as usize].dead.as_deref(), Some("its process ended"));
-    assert_eq!(into, message);
-}
-
 /// A process that is given up learns why, whether or not it has heard from the other.
 #[test]
 fn who_is_given_up_is_told_why() {
@@ -290,4 +256,34 @@ fn an_unknown_interface_is_named() {
     let config = Config { interfaces: interfaces::Selection::parse("lo,nosuch0").unwrap(), ..Config::default() };
     let error = Net::new(HubId(1), &config, "a".into(), "machine".into(), "a".into()).err().unwrap().to_string();
     assert!(error.contains("nosuch0") && error.contains("this host has") && error.contains("lo"), "{error}");
+}
+
+/// A process that was given up may still listen.
+#[test]
+fn who_was_given_up_is_not_called_again() {
+    let ([mut engine, _other], [to, _]) = pair(["a", "a"]);
+    engine.mark_dirty(to);
+    engine.lose(to, "silent".into());
+    engine.mark_dirty(to);
+    engine.flush_dirty();
+    assert!(matches!(engine.endpoints[to as usize].out, Out::Idle));
+    assert_eq!(engine.net.unwelcomed, 0);
+    assert!(!engine.busy());
+}
+
+/// Permission to read a peer's memory goes while several messages wait to be read.
+#[test]
+fn all_that_can_no_longer_be_read_is_asked_for() {
+    let ([mut engine, _other], [from, _]) = pair(["a", "a"]);
+    let mut memory = [0u8; 8];
+    for cookie in 0..2 {
+        let (op, data) = (Default::default(), memory.as_mut_ptr());
+        let stage = Stage::Pulling { addr: 0, cookie };
+        let recv = engine.recvs.insert(Receiving { op, lane: 0, endpoint: from, data, len: 8, got: 0, stage });
+        engine.pulls.push_back(recv);
+    }
+    while engine.pull() {}
+    assert!(engine.recvs.values().all(|receiving| receiving.stage == Stage::Streaming));
+    let cleared = |item: &&Item| matches!(item, Item::Bare(header) if header.frame == Frame::Clear);
+    assert_eq!(engine.endpoints[from as usize].items.iter().filter(cleared).count(), 2);
 }
