@@ -118,8 +118,8 @@ fn chip() -> Result<std::sync::Arc<Chip>, Error> {
     start().map_err(|error| DeviceError::Client(error).into())
 }
 
-/// The slice of a TPU's devices: as they describe themselves, else as the launcher's variables say. Without one groups
-/// run on their members' devices, and reduce-scatters as the compiler likes.
+/// The slice of a TPU's devices: as they describe themselves, else as the launcher's variables say. Without one only groups
+/// of all devices, and of one, have programs.
 fn real_slice(devices: &[DeviceDescription]) -> Option<Slice> {
     let unseen = match from_devices(devices) {
         Ok(slice) => return Some(slice),
