@@ -13,6 +13,16 @@ pub enum TopologyError {
         /// What the part at fault should have looked like.
         expected: String,
     },
+    /// Devices that are no slice.
+    #[error("{devices} devices of kind \"{kind}\" are no slice: {why}")]
+    NoSlice {
+        /// What they say that they are.
+        kind: String,
+        /// How many there are.
+        devices: usize,
+        /// Why not.
+        why: &'static str,
+    },
     /// No such TPU generation.
     #[error("unknown TPU generation \"{name}\"; known: {}; nearest: {nearest}", known.join(", "))]
     UnknownGeneration {

@@ -20,10 +20,12 @@ mod loads;
 pub mod mesh;
 mod name;
 pub mod ring;
+mod seen;
 mod shapes;
 mod slice;
 
 pub use error::TopologyError;
 pub use generation::{Generation, WrapRule};
 pub use name::{SliceOptions, from_accelerator, parse, parse_with};
+pub use seen::seen;
 pub use slice::{ChipConfig, Device, Shape, Slice};

@@ -148,8 +148,19 @@ fn strategies_are_read_back() {
     );
     let oblong = report(&["v5e:4x8", "reduce_scatter", "--json"]);
     assert_eq!(oblong["collectives"], serde_json::json!(["reduce-scatter"]), "{oblong}");
-    let alone = report(&["v5e:4x4", "all_reduce", "--group", "0,3,5", "--alone", "--bytes", "1M", "--json"]);
+    // What the engine launches, and the other way beside it.
+    assert_eq!(
+        (&axis["plan"], &axis["members"]["by_host"], &axis["members"]["groups"]),
+        (&"members".into(), &1.into(), &4.into())
+    );
+    assert_eq!((&axis["everybody"]["plan"], &axis["members"]["plan"]), (&"cover".into(), &"members".into()), "{axis}");
+    let cover = report(&["v5e:4x4", "all_reduce", "--group", "axis:x", "--everybody", "--bytes", "1M", "--json"]);
+    assert_eq!(cover["plan"], "cover", "{cover}");
+    let alone = report(&["v5e:4x4", "all_reduce", "--group", "0,3,5", "--bytes", "1M", "--json"]);
     assert_eq!(alone["plan"], "members");
+    // Three members' reduce-scatter is one that libtpu doesn't have.
+    let three = report(&["v5e:4x4", "reduce_scatter", "--group", "0,3,5", "--bytes", "1M", "--json"]);
+    assert_eq!(three["collectives"], serde_json::json!(["all-to-all"]), "{three}");
     // What libtpu can't do natively goes another way.
     let max = report(&["v5e:4x4", "all_reduce", "--dtype", "int64", "--redop", "max", "--bytes", "1M", "--json"]);
     let mut ways: Vec<&str> = max["collectives"].as_array().unwrap().iter().map(|one| one.as_str().unwrap()).collect();
@@ -163,8 +174,11 @@ fn refusals_carry_libtpus_words_and_limits_hold() {
     if missing() {
         return;
     }
-    let square = refusal(&["v5e:4x4", "all_reduce", "--group", "0,1,2,3", "--alone", "--bytes", "1M"]);
-    assert!(square.contains("v5e:4x4 (group 0,1,2,3)") && square.contains("device_id"), "{square}");
+    // What it would refuse isn't tried: the engine has the hosts' network carry it.
+    let square = report(&["v5e:4x4", "all_reduce", "--group", "0,1,2,3", "--bytes", "1M", "--json"]);
+    assert_eq!((&square["plan"], &square["code_bytes"]), (&"host".into(), &Value::Null), "{square}");
+    let few = refusal(&["v5e:4x4", "all_reduce", "--group", "axis:x", "--bytes", "1T", "--everybody"]);
+    assert!(few.contains("v5e:4x4 (group axis:x)") && few.contains("refused"), "{few}");
     let large = refusal(&["v5e:4x4", "all_reduce", "--memory", "40"]);
     assert!(large.contains("more than 40 MiB"), "{large}");
     let slow = refusal(&["v5e:4x4", "all_reduce", "--timeout", "0"]);

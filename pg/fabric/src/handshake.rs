@@ -67,12 +67,28 @@ impl Secret {
         Secret(self.sign(b"podring fabric v2 job\0\0\0", &[&job.to_le_bytes()]))
     }
 
+    /// The key under which members of the job hand each other what they run: one of its own, so that nothing that is
+    /// said on a link can stand for such a thing.
+    pub fn for_programs(&self) -> Self {
+        Secret(self.sign(b"podring fabric v2 progs\0", &[]))
+    }
+
+    /// What proves that a holder of this key put these bytes under this name.
+    pub fn seal(&self, name: &[u8], bytes: &[u8]) -> [u8; MAC] {
+        self.sign(SEALED, &[&length(name), name, &length(bytes), bytes])
+    }
+
+    /// Whether a holder of this key put these bytes under this name. In constant time.
+    pub fn sealed(&self, name: &[u8], bytes: &[u8], seal: &[u8; MAC]) -> bool {
+        self.verify(SEALED, &[&length(name), name, &length(bytes), bytes], seal)
+    }
+
     /// Its bytes, for a store that is as private as the job.
     pub fn reveal(&self) -> [u8; MAC] {
         self.0
     }
 
-    /// Every field has a fixed length, so that no two messages look the same when put together.
+    /// Every field has a fixed length, or its length before it, so that no two messages look the same when put together.
     fn code(&self, label: &[u8; 24], fields: &[&[u8]]) -> Code {
         let mut key = [0; 64];
         key[..MAC].copy_from_slice(&self.0);
@@ -185,6 +201,11 @@ impl Opening {
 const CALLED: &[u8; 24] = b"podring fabric v2 called";
 const CALLER: &[u8; 24] = b"podring fabric v2 caller";
 const LOCAL: &[u8; 24] = b"podring fabric v2 local\0";
+const SEALED: &[u8; 24] = b"podring fabric v2 sealed";
+
+fn length(bytes: &[u8]) -> [u8; 8] {
+    (bytes.len() as u64).to_le_bytes()
+}
 
 fn take<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut out = [0; N];
@@ -358,6 +379,20 @@ mod tests {
         assert_ne!(Secret::fresh().unwrap(), Secret::fresh().unwrap());
         assert_eq!(format!("{a:?}"), "Secret(..)");
         assert!(!format!("{:?}", job()).contains("[1, 1"));
+    }
+
+    #[test]
+    fn a_seal_holds_for_one_key_one_name_and_these_bytes() {
+        let key = job().secret.for_programs();
+        let seal = key.seal(b"name", b"bytes");
+        assert!(key.sealed(b"name", b"bytes", &seal));
+        // The boundary between name and bytes counts too.
+        for (name, bytes) in [(&b"nam"[..], &b"ebytes"[..]), (b"names", b"bytes"), (b"name", b"byte"), (b"name", b"")] {
+            assert!(!key.sealed(name, bytes, &seal));
+        }
+        for other in [job().secret, Secret::new([2; MAC]).for_programs()] {
+            assert!(!other.sealed(b"name", b"bytes", &seal));
+        }
     }
 
     /// HMAC-SHA256 as RFC 4231 has it, test case 2, so that this is the HMAC everybody means.

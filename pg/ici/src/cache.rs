@@ -5,8 +5,8 @@
 //! compiled again, with a warning. The checksum guards against accidents, not against people: plugins run what a file
 //! says, so that a directory which others may write to is not used.
 //!
-//! With a [`Share`], one machine of a job compiles a program and the others get it, if it comes in time. What travels is
-//! as trustworthy as what it travels through.
+//! With a [`Share`], one machine of a job compiles a program and the others get it, if it comes in time. It is the share's
+//! to make sure that what it gives is of this job.
 
 use std::{
     collections::HashMap,
@@ -61,29 +61,10 @@ pub enum DiskError {
         /// Its permissions.
         mode: u32,
     },
-    /// A setting that is no number.
-    #[error("PODRING_CACHE_MIB is {value:?}; expected a number of MiB")]
-    Setting {
-        /// What came.
-        value: String,
-    },
 }
 
 impl Disk {
-    /// The directory that `PODRING_CACHE_DIR` names, at most `PODRING_CACHE_MIB` large (1024 unless set); none if it
-    /// is not set.
-    pub fn from_env() -> Result<Option<Disk>, DiskError> {
-        let Some(directory) = env::var_os("PODRING_CACHE_DIR").filter(|value| !value.is_empty()) else {
-            return Ok(None);
-        };
-        let mebibytes = match env::var("PODRING_CACHE_MIB") {
-            Ok(value) => value.trim().parse().map_err(|_| DiskError::Setting { value })?,
-            Err(_) => 1024,
-        };
-        Disk::open(Path::new(&directory), u64::saturating_mul(mebibytes, 1 << 20)).map(Some)
-    }
-
-    /// Opens or makes a directory that may hold `most` bytes.
+    /// Opens or makes a directory that may hold `most` bytes, of which the ones that were used longest ago go first.
     pub fn open(directory: &Path, most: u64) -> Result<Disk, DiskError> {
         let io = |error| DiskError::Io { directory: directory.to_owned(), error };
         fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(io)?;
@@ -174,6 +155,8 @@ pub enum Fetched {
     Program(Vec<u8>),
     /// That machine could not compile or save it.
     Failed,
+    /// What was there is not by a machine of this job, or not as that wrote it.
+    Forged,
     /// It has not come in time.
     Late,
 }
@@ -218,7 +201,7 @@ pub struct Counts {
     pub received: u64,
     /// In memory already.
     pub hits: u64,
-    /// Files, or programs of others, that were damaged or couldn't be loaded.
+    /// Files, or programs of others, that were damaged, forged or couldn't be loaded.
     pub damaged: u64,
 }
 
@@ -394,7 +377,7 @@ impl Cache {
         let Some(Shared { share, go_on }) = shared else { return Turn::Mine(None) };
         let name = key(&self.anywhere, program, devices).to_string();
         let alone = |what: &str| {
-            tracing::warn!("a program is compiled here, though another machine was to do it: {what}");
+            tracing::warn!(program = name, "a program is compiled here, though another machine was to do it: {what}");
             Turn::Mine(None)
         };
         match share.claim(&name) {
@@ -402,21 +385,25 @@ impl Cache {
             Ok(false) => {}
             Err(error) => return alone(&error),
         }
-        let bytes = match share.fetch(&name, go_on) {
-            Ok(Fetched::Program(bytes)) => bytes,
-            Ok(Fetched::Failed) => return alone("it could not"),
-            Ok(Fetched::Late) => return alone("it has not in time"),
-            Err(error) => return alone(&error),
-        };
         let damaged = |what: &str| {
             self.damaged.fetch_add(1, Ordering::Relaxed);
             alone(what)
+        };
+        let bytes = match share.fetch(&name, go_on) {
+            Ok(Fetched::Program(bytes)) => bytes,
+            Ok(Fetched::Failed) => return alone("it could not"),
+            Ok(Fetched::Forged) => {
+                return damaged("what came is not by a member of this job, or was altered, and is refused");
+            }
+            Ok(Fetched::Late) => return alone("it has not in time"),
+            Err(error) => return alone(&error),
         };
         let program = match unwrap(&bytes) {
             Ok(program) => program,
             Err(what) => return damaged(&what),
         };
-        // SAFETY: from a member of this job, of this very plugin, program and machine by its name, and whole.
+        // SAFETY: from a member of this job, as the share has made sure; of this very plugin, program and machine by its
+        // name, and whole.
         match unsafe { self.client.deserialize(program, None) } {
             Ok(loaded) => {
                 self.received.fetch_add(1, Ordering::Relaxed);

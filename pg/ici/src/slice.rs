@@ -4,16 +4,19 @@
 //! unequal sizes, padding with −1 and partial covers are refused. A program runs only when every device in its device
 //! assignment launches it. Both together leave few ways; [`plan`] chooses one, and says why.
 
+mod alone;
 mod scatter;
+mod seen;
 
 use podring_topology::{
     Slice, TopologyError,
     cover::{Filling, cover},
-    group::{GroupKind, classify},
+    group::classify,
 };
 
 use crate::program::{Groups, ProgramError};
 pub use scatter::reduce_scatter_us;
+pub use seen::{UnseenError, from_devices, from_names};
 
 /// Who calls the collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,8 +59,8 @@ pub enum How {
     Members {
         /// The program.
         launch: Launch,
-        /// libtpu takes some boxes for sub-slices and then refuses them. Single devices and sets that are no boxes were
-        /// never seen refused: those are sure, the others have to be tried.
+        /// libtpu takes some boxes for sub-slices and then refuses them, or ends its process. What is sure was never
+        /// seen refused; what isn't is not to be tried where a process counts.
         sure: bool,
     },
     /// One after another: the groups are of several sizes.
@@ -124,13 +127,25 @@ pub fn plan(slice: &Slice, groups: &[Vec<u32>], callers: Callers) -> Result<Plan
     } else {
         "only the members call: nobody else would launch a program for the whole slice"
     };
-    // A sub-slice is recognised by its set of devices, whatever the groups inside it.
-    let sure = matches!(classify(slice, &members)?.kind, GroupKind::Irregular | GroupKind::Single);
+    // A sub-slice is recognised by its set of devices, whatever their order and the groups inside it.
+    let sure = alone::taken(slice, &members)?;
     members.sort_unstable();
     let replica = |rank: &u32| members.binary_search(rank).unwrap_or_default() as u32;
     let local: Vec<Vec<u32>> = groups.iter().map(|group| group.iter().map(replica).collect()).collect();
     let launch = Launch { groups: Groups::new(local)?, ranks: members };
     Ok(Plan { how: How::Members { launch, sure }, why })
+}
+
+/// How one group runs as the engine has it: its members launch a program, or the hosts' network carries it all. A group
+/// of one slice, or the part of a group that is inside of one.
+pub fn plan_alone(slice: &Slice, group: &[u32]) -> Result<Plan, SliceError> {
+    let plan = plan(slice, &[group.to_vec()], Callers::Members)?;
+    if matches!(plan.how, How::Members { sure: false, .. }) {
+        let why =
+            "libtpu would take the members' devices for a sub-slice and refuse them: the hosts' network carries it";
+        return Ok(Plan { how: How::Host, why });
+    }
+    Ok(plan)
 }
 
 fn covered(slice: &Slice, groups: &[Vec<u32>]) -> Result<Option<Plan>, SliceError> {
@@ -237,7 +252,7 @@ mod tests {
         assert_eq!(way("v5e:4x4", &[&all[..8], &all[8..]], Members), "cover Complete 2x8");
         assert_eq!(
             way("v5e:4x4", &[&all[..12], &all[12..]], Members),
-            "steps[members 12 sure=true, members 4 sure=false]"
+            "steps[members 12 sure=true, members 4 sure=true]"
         );
         assert_eq!(
             way("v5e:4x4", &[&all[..8], &[8, 9], &[10, 11]], Everybody),
@@ -261,28 +276,20 @@ mod tests {
         assert_eq!(error(&[vec![0, 1], vec![1, 2]]), TopologyError::DuplicateRank { rank: 1 }.into());
     }
 
-    /// What libtpu 0.0.52 answers for a program on these devices alone (v5e:4x4, ids row by row): tried one by one.
     #[test]
-    fn sets_that_are_called_sure_were_not_refused() {
-        let slice = parse("v5e:4x4").unwrap();
-        let refused: &[&[u32]] = &[
-            &[0, 1, 4, 5],
-            &[0, 1, 4, 5, 8, 9, 12, 13],
-            &[4, 5, 6, 7],
-            &[12, 13, 14, 15],
-            &[1, 5, 9, 13],
-            &[0, 4, 8, 12],
-            &[5, 6, 7, 9, 10, 11],
-            &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
-            &[0, 1, 2, 3, 8, 9, 10, 11],
-        ];
-        for ids in refused {
-            let ranks: Vec<u32> = ids.iter().map(|&id| slice.rank_of_id(id).unwrap()).collect();
-            let How::Members { sure, .. } = plan(&slice, &[ranks], Callers::Members).unwrap().how else {
-                panic!("{ids:?}")
-            };
-            assert!(!sure, "{ids:?}");
-        }
+    fn what_libtpu_would_refuse_goes_over_the_hosts_network() {
+        let way = |slice: &str, group: &[u32]| name(&plan_alone(&parse(slice).unwrap(), group).unwrap().how);
+        // A host's square: the one at the corner, and another.
+        assert_eq!(way("v5e:4x4", &[0, 1, 2, 3]), "host");
+        assert_eq!(way("v5e:4x4", &[4, 5, 6, 7]), "members 4 sure=true");
+        // The first line along x, and the second.
+        assert_eq!(way("v5e:4x4", &[0, 1, 4, 5]), "host");
+        assert_eq!(way("v5e:4x4", &[2, 3, 6, 7]), "members 4 sure=true");
+        assert_eq!(way("v5e:4x4", &[0, 3, 5]), "members 3 sure=true");
+        assert_eq!(way("v5e:4x4", &(0..16).collect::<Vec<_>>()), "whole");
+        assert_eq!(way("v5e:4x4*2", &[16, 17, 18, 19]), "host");
+        assert_eq!(way("v5e:2x2*2", &[4, 5, 6, 7]), "members 4 sure=true");
+        assert_eq!(way("v5p:2x2x2", &[0, 1]), "members 2 sure=true");
     }
 
     proptest! {

@@ -69,13 +69,22 @@ fn engine() -> PyResult<&'static str> {
     })
 }
 
-/// What the engine for tensors on devices has done in this process so far: (programs launched, programs compiled,
-/// programs that another rank compiled). None without such an engine, or before the first group.
+/// What the engine for tensors on devices has done in this process so far: programs `launched`; programs `compiled`,
+/// `received` from another rank that compiled them, `loaded` from files, and of these two `damaged`; groups `refused`,
+/// whose collectives have no programs. None without such an engine, or before the first group.
 #[pyfunction]
-fn engine_counts() -> Option<(u64, u64, u64)> {
+fn engine_counts() -> Option<HashMap<&'static str, u64>> {
     let chip = podring_group::Runtime::chip()?;
     let counts = chip.counts();
-    Some((chip.launched(), counts.compiled, counts.received))
+    let counts = [
+        ("launched", chip.launched()),
+        ("compiled", counts.compiled),
+        ("received", counts.received),
+        ("loaded", counts.loaded),
+        ("damaged", counts.damaged),
+        ("refused", chip.refused()),
+    ];
+    Some(counts.into())
 }
 
 /// What became of programs with collectives on a virtual slice, since the process began: how many were one collective

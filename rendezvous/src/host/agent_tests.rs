@@ -26,6 +26,7 @@ fn agent(coordinator: Coordinator) -> (Agent, Line) {
         world: None,
         fallen: Vec::new(),
         silence: None,
+        refusals: Seldom::default(),
         over: false,
         alive: mpsc::channel().0,
     };

@@ -1,7 +1,7 @@
 //! A collective over several slices, as the engine runs it: programs inside each slice, the hosts' network between them
 //! (docs/ici.md, "Across slices").
 
-use podring_ici::slice::{Callers, How, plan};
+use podring_ici::slice::{Callers, How, plan, plan_alone};
 use podring_topology::{Slice, SliceOptions, cost, parse_with};
 use serde_json::{Value, json};
 
@@ -34,8 +34,7 @@ impl Across {
     pub fn of(args: &Args) -> Result<Option<Across>, CompileError> {
         let slice = parse_with(args.slice.as_deref().unwrap_or_default(), &SliceOptions::default())?;
         let groups = job::groups(&slice, &args.group)?;
-        let callers = if args.alone { Callers::Members } else { Callers::Everybody };
-        let planned = plan(&slice, &groups, callers)?;
+        let planned = plan(&slice, &groups, Callers::Everybody)?;
         let How::AcrossSlices { inside: Some(_), .. } = planned.how else { return Ok(None) };
         let op = args.op.unwrap_or(Op::AllReduce);
         let per_slice = slice.devices() / slice.slices();
@@ -54,6 +53,14 @@ impl Across {
         for rank in first {
             if between.iter().all(|other| other / per_slice != rank / per_slice) {
                 between.push(*rank);
+            }
+        }
+        for other in between.iter().filter(|_| !args.everybody) {
+            let of_slice = |rank: &u32| rank / per_slice == other / per_slice;
+            let part: Vec<u32> = first.iter().copied().filter(of_slice).collect();
+            let alone = plan_alone(&slice, &part)?;
+            if alone.how == How::Host {
+                return Err(CompileError::NoProgram { why: alone.why });
             }
         }
         let steps: &[(bool, Op, u64)] = match op {
@@ -89,7 +96,7 @@ impl Across {
     /// The StableHLO of the programs, in order.
     pub fn text(&self) -> String {
         let text = |part: &Part| match part {
-            Part::Inside(_, job) => Some(job.program.text.clone()),
+            Part::Inside(_, job) => job.text().map(str::to_owned),
             Part::Between { .. } => None,
         };
         self.parts.iter().filter_map(text).collect::<Vec<_>>().join("\n")

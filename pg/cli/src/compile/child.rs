@@ -22,6 +22,9 @@ const fn io(what: &'static str) -> impl FnOnce(std::io::Error) -> CompileError {
 
 /// Compiles in a child of bounded time and memory; returns its report.
 pub(super) fn compile(args: &Args, job: &Job) -> Result<Value, CompileError> {
+    if job.work.is_none() {
+        return Ok(facts(args, job));
+    }
     // Found here, so that its absence is told before anything is started.
     find(Want::Tpu, &[]).map_err(CompileError::Plugin)?;
     let folder = tempfile::tempdir().map_err(io("no temporary folder"))?;
@@ -80,7 +83,7 @@ fn command(args: &Args) -> Result<Command, CompileError> {
     command.arg(args.op.map_or("all_reduce", |op| op.name()));
     command.args(["--bytes", &args.bytes.to_string(), "--dtype", args.dtype.name(), "--group", &args.group]);
     command.args(["--redop", &args.redop.name().to_ascii_lowercase()]);
-    for (flag, set) in [("--alone", args.alone), ("--exact", args.exact), ("--uneven", args.uneven)] {
+    for (flag, set) in [("--everybody", args.everybody), ("--exact", args.exact), ("--uneven", args.uneven)] {
         if set {
             command.arg(flag);
         }
@@ -133,7 +136,47 @@ enum ReportError {
     Read(#[from] readback::ReadError),
 }
 
+/// What is known without compiling; the rest is null.
+fn facts(args: &Args, job: &Job) -> Value {
+    let way = |(plan, why): (&str, &str)| json!({ "plan": plan, "why": why });
+    let mut members = way(job.members);
+    (members["groups"], members["by_host"]) = (json!(job.groups.0), json!(job.groups.1));
+    let mut report = json!({
+        "slice": job.slice.to_string(),
+        "op": job.op.name(),
+        "bytes": job.bytes,
+        "dtype": args.dtype.name(),
+        "group": args.group,
+        "ranks": job.ranks.len(),
+        "plan": job.how,
+        "why": job.why,
+        "members": members,
+        "everybody": way(job.everybody),
+        "predicted_us": job.work.as_ref().map(|work| (work.predicted_us * 10.0).round() / 10.0),
+    });
+    for compiled in [
+        "compile_s",
+        "peak_rss_mib",
+        "code_bytes",
+        "peak_memory_bytes",
+        "hlo_ops",
+        "collectives",
+        "emitter",
+        "strategy",
+        "colors",
+        "phases",
+        "dim_sizes",
+        "async",
+        "compiler",
+    ] {
+        report[compiled] = Value::Null;
+    }
+    report
+}
+
 fn report(args: &Args, job: &Job) -> Result<Value, ReportError> {
+    let mut report = facts(args, job);
+    let Some(work) = &job.work else { return Ok(report) };
     // SAFETY: libtpu, from the file that the user's settings or Python environment name.
     let plugin = unsafe { Plugin::load(&find(Want::Tpu, &[])?) }?;
     let slice = &job.slice;
@@ -147,9 +190,13 @@ fn report(args: &Args, job: &Job) -> Result<Value, ReportError> {
     if slice.config() == podring_topology::ChipConfig::Megacore {
         options.push(("chip_config_name", OptionValue::Text("megacore".to_owned())));
     }
+    if work.alone {
+        // What counts for a part of a slice: the engine's processes hold a chip each.
+        options.push(("chips_per_host_bounds", OptionValue::Ints(vec![1, 1, 1])));
+    }
     let topology = Topology::create(&plugin, &job.topology(), &options)?;
     let started = Instant::now();
-    let executable = topology.compile(&job.program.text, &CompileOptions::on(job.launch.device_ids(slice)))?;
+    let executable = topology.compile(&work.program.text, &CompileOptions::on(work.launch.device_ids(slice)))?;
     let seconds = started.elapsed().as_secs_f64();
     let (code, memory) = (executable.code_bytes()?, executable.memory()?);
     let (module, format) = executable.optimized()?;
@@ -157,28 +204,23 @@ fn report(args: &Args, job: &Job) -> Result<Value, ReportError> {
     // The collective that carries the most: the first that has a strategy, else the first.
     let main = optimized.collectives.iter().find(|one| one.strategy.is_some()).or(optimized.collectives.first());
     let opcodes: Vec<&str> = optimized.collectives.iter().map(|one| one.opcode.as_str()).collect();
-    Ok(json!({
-        "slice": slice.to_string(),
-        "op": job.op.name(),
-        "bytes": job.bytes,
-        "dtype": args.dtype.name(),
-        "group": args.group,
-        "ranks": job.ranks.len(),
-        "plan": job.how,
-        "why": job.why,
-        "compile_s": (seconds * 1000.0).round() / 1000.0,
-        "peak_rss_mib": resident_mebibytes(std::process::id(), "VmHWM:"),
-        "code_bytes": code,
-        "peak_memory_bytes": memory.peak,
-        "hlo_ops": optimized.opcodes.len(),
-        "collectives": opcodes,
-        "emitter": main.and_then(|main| main.emitter.as_deref()),
-        "strategy": main.and_then(|main| main.strategy.as_deref()),
-        "colors": main.and_then(|main| main.colors),
-        "phases": main.and_then(|main| main.phases),
-        "dim_sizes": main.and_then(|main| main.dim_sizes.as_deref()),
-        "async": optimized.collectives.iter().any(|one| one.asynchronous),
-        "predicted_us": (job.predicted_us * 10.0).round() / 10.0,
-        "compiler": topology.platform_version()?.lines().collect::<Vec<_>>().join(", "),
-    }))
+    let compiled = [
+        ("compile_s", json!((seconds * 1000.0).round() / 1000.0)),
+        ("peak_rss_mib", json!(resident_mebibytes(std::process::id(), "VmHWM:"))),
+        ("code_bytes", json!(code)),
+        ("peak_memory_bytes", json!(memory.peak)),
+        ("hlo_ops", json!(optimized.opcodes.len())),
+        ("collectives", json!(opcodes)),
+        ("emitter", json!(main.and_then(|main| main.emitter.as_deref()))),
+        ("strategy", json!(main.and_then(|main| main.strategy.as_deref()))),
+        ("colors", json!(main.and_then(|main| main.colors))),
+        ("phases", json!(main.and_then(|main| main.phases))),
+        ("dim_sizes", json!(main.and_then(|main| main.dim_sizes.as_deref()))),
+        ("async", json!(optimized.collectives.iter().any(|one| one.asynchronous))),
+        ("compiler", json!(topology.platform_version()?.lines().collect::<Vec<_>>().join(", "))),
+    ];
+    for (name, value) in compiled {
+        report[name] = value;
+    }
+    Ok(report)
 }

@@ -2,7 +2,7 @@
 
 use podring_ici::{
     program::{self, Backend, PartSpec, Program, Spec, layout::TILE},
-    slice::{Callers, How, Launch, plan, reduce_scatter_us},
+    slice::{Callers, How, Launch, Plan, plan, plan_alone, reduce_scatter_us},
 };
 use podring_topology::{Slice, SliceOptions, cost, parse_with};
 
@@ -13,14 +13,28 @@ use crate::bench::op::Op;
 pub(super) struct Job {
     pub slice: Slice,
     pub op: Op,
-    /// The group in question: the first of those that run.
+    /// The group in question: the first of those that have a program.
     pub ranks: Vec<u32>,
     pub how: &'static str,
     pub why: &'static str,
-    pub launch: Launch,
-    pub program: Program,
+    /// How the groups run if every chip of the slice calls at once.
+    pub everybody: (&'static str, &'static str),
+    /// How that group runs if its members alone call, as the engine has it.
+    pub members: (&'static str, &'static str),
+    /// Groups asked for, and those of them that the hosts' network carries in the engine.
+    pub groups: (usize, usize),
+    /// None where the hosts' network carries it.
+    pub work: Option<Work>,
     /// Bytes of the whole buffer of a rank, rounded up to whole elements on every rank.
     pub bytes: u64,
+}
+
+/// What is compiled.
+pub(super) struct Work {
+    pub launch: Launch,
+    pub program: Program,
+    /// The members' devices alone, of which each process holds one.
+    pub alone: bool,
     pub predicted_us: f64,
 }
 
@@ -29,10 +43,50 @@ impl Job {
         let slice = parse_with(args.slice.as_deref().unwrap_or_default(), &SliceOptions::default())?;
         let op = args.op.unwrap_or(Op::AllReduce);
         let groups = groups(&slice, &args.group)?;
-        let callers = if args.alone { Callers::Members } else { Callers::Everybody };
-        let planned = plan(&slice, &groups, callers)?;
-        let (how, launch) = launch(planned.how, planned.why)?;
-        let ranks = groups.into_iter().next().unwrap_or_default();
+        let together = plan(&slice, &groups, Callers::Everybody)?;
+        let everybody = (name(&together.how), together.why);
+        let mut alone = groups.iter().map(|group| plan_alone(&slice, group)).collect::<Result<Vec<Plan>, _>>()?;
+        let by_host = alone.iter().filter(|plan| launch(&plan.how).is_none()).count();
+        let shown = alone.iter().position(|plan| launch(&plan.how).is_some()).unwrap_or(0);
+        let (ranks, own) = (groups[shown].clone(), alone.swap_remove(shown));
+        let members = (name(&own.how), own.why);
+        let chosen = if args.everybody { together } else { own };
+        let launch = launch(&chosen.how);
+        if launch.is_none() && (args.everybody || slice.slices() > 1 && spans(&slice, &ranks)) {
+            // Of those with a part inside each slice, that part is a job.
+            return Err(CompileError::NoProgram { why: chosen.why });
+        }
+        let size = ranks.len() as u32;
+        let count = op.count(args.bytes, args.dtype, size);
+        let bytes = count * args.dtype.size() as u64;
+        let (how, why) = (name(&chosen.how), chosen.why);
+        let work = match launch {
+            Some(launch) => Some(Work::of(args, &slice, op, &ranks, launch, how == "members")?),
+            None => None,
+        };
+        Ok(Job { slice, op, ranks, how, why, everybody, members, groups: (groups.len(), by_host), work, bytes })
+    }
+
+    /// The StableHLO, if there is a program.
+    pub fn text(&self) -> Option<&str> {
+        Some(&self.work.as_ref()?.program.text)
+    }
+
+    /// libtpu's name of the slice, without the number of slices, which is an option of its own.
+    pub fn topology(&self) -> String {
+        self.slice.to_string().split('*').next().unwrap_or_default().to_owned()
+    }
+}
+
+impl Work {
+    fn of(
+        args: &Args,
+        slice: &Slice,
+        op: Op,
+        ranks: &[u32],
+        launch: Launch,
+        alone: bool,
+    ) -> Result<Work, CompileError> {
         let members = ranks.len() as u32;
         let count = op.count(args.bytes, args.dtype, members);
         let whole = matches!(op, Op::AllReduce | Op::Broadcast | Op::Reduce | Op::SendRecv | Op::Barrier);
@@ -55,31 +109,39 @@ impl Job {
         let program = program::build(&spec)?;
         let bytes = count * args.dtype.size() as u64;
         let stepwise = match op {
-            Op::ReduceScatter => reduce_scatter_us(&slice, &launch.groups, bytes)?,
+            Op::ReduceScatter => reduce_scatter_us(slice, &launch.groups, bytes)?,
             _ => None,
         };
         let predicted_us = match stepwise {
             Some(us) => us,
-            None => cost::predict(&slice, &ranks, collective(op), bytes)?.total_us(),
+            None => cost::predict(slice, ranks, collective(op), bytes)?.total_us(),
         };
-        Ok(Job { slice, op, ranks, how, why: planned.why, launch, program, bytes, predicted_us })
-    }
-
-    /// libtpu's name of the slice, without the number of slices, which is an option of its own.
-    pub fn topology(&self) -> String {
-        self.slice.to_string().split('*').next().unwrap_or_default().to_owned()
+        Ok(Work { launch, program, alone, predicted_us })
     }
 }
 
-/// The one program of a way, and the way's name.
-fn launch(how: How, why: &'static str) -> Result<(&'static str, Launch), CompileError> {
+/// The one program of a way.
+fn launch(how: &How) -> Option<Launch> {
     match how {
-        How::Whole(launch) => Ok(("whole", launch)),
-        How::Cover { launch, .. } => Ok(("cover", launch)),
-        How::Members { launch, .. } => Ok(("members", launch)),
-        // Of those with a part inside each slice, that part is a job.
-        How::AcrossSlices { .. } | How::Steps(_) | How::Host => Err(CompileError::NoProgram { why }),
+        How::Whole(launch) | How::Cover { launch, .. } | How::Members { launch, .. } => Some(launch.clone()),
+        How::AcrossSlices { .. } | How::Steps(_) | How::Host => None,
     }
+}
+
+fn name(how: &How) -> &'static str {
+    match how {
+        How::Whole(_) => "whole",
+        How::Cover { .. } => "cover",
+        How::Members { .. } => "members",
+        How::Steps(_) => "steps",
+        How::AcrossSlices { .. } => "across slices",
+        How::Host => "host",
+    }
+}
+
+/// Whether the ranks are of several slices.
+fn spans(slice: &Slice, ranks: &[u32]) -> bool {
+    ranks.iter().any(|rank| rank / slice.devices_per_slice() != ranks[0] / slice.devices_per_slice())
 }
 
 pub(super) fn groups(slice: &Slice, text: &str) -> Result<Vec<Vec<u32>>, CompileError> {
@@ -177,5 +239,33 @@ mod tests {
         assert!(matches!(groups(&slice, "axis:z"), Err(CompileError::Axis { axis: 'z', .. })));
         // Two devices per chip: each in its own line.
         assert_eq!(groups(&parse("tpu7x:2x2x1").unwrap(), "axis:x").unwrap().len(), 4);
+    }
+
+    /// What a group is shown to run as is what the engine launches, and the other way beside it.
+    #[test]
+    fn both_ways_are_told_and_the_engines_is_compiled() {
+        use clap::Parser as _;
+
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            args: Args,
+        }
+        let job =
+            |words: &[&str]| Job::of(&Line::parse_from(["compile", "v5e:4x4", "all_reduce"].iter().chain(words)).args);
+        // The line at the corner is refused, the next has a program of its own.
+        let axis = job(&["--group", "axis:x"]).unwrap();
+        assert_eq!((axis.how, axis.everybody.0, axis.members.0, axis.groups), ("members", "cover", "members", (4, 1)));
+        assert_eq!(axis.ranks, [2, 3, 6, 7]);
+        assert_eq!(axis.work.unwrap().launch.ranks, [2, 3, 6, 7]);
+        let covered = job(&["--group", "axis:x", "--everybody"]).unwrap();
+        assert_eq!((covered.how, covered.members.0), ("cover", "members"));
+        assert_eq!(covered.work.unwrap().launch.ranks.len(), 16);
+        let square = job(&["--group", "0,1,2,3"]).unwrap();
+        assert_eq!((square.how, square.everybody.0, square.groups), ("host", "cover", (1, 1)));
+        assert!(square.work.is_none() && square.why.contains("sub-slice"));
+        let all = job(&[]).unwrap();
+        assert_eq!((all.how, all.everybody.0, all.members.0, all.groups), ("whole", "whole", "whole", (1, 0)));
+        assert!(matches!(job(&["--group", "0,1,2/3,4", "--everybody"]), Err(CompileError::NoProgram { .. })));
     }
 }

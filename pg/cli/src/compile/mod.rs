@@ -29,7 +29,8 @@ const ANSWER: &str = "PODRING_COMPILE_ANSWER";
 #[command(after_help = "Examples:
   podring compile v5e:4x4 all_reduce --bytes 64M --dtype bf16
   podring compile v5p:8x8x8 reduce_scatter --bytes 64M --dtype bf16 --group axis:x --json
-  podring compile v5e:4x4 all_gather --bytes 1M --group 0,3,5,10 --alone
+  podring compile v5e:4x4 all_gather --bytes 1M --group 0,3,5,10
+  podring compile v5e:4x4 all_gather --bytes 1M --group axis:x --everybody
   podring compile v5e:4x4 all_to_all --uneven --bytes 64M
   podring compile --table
   podring compile --plan examples/train.toml
@@ -56,9 +57,9 @@ pub(crate) struct Args {
     /// Group: "all", "axis:x" (every line along an axis), or ranks ("0,3,5", "0,1/2,3")
     #[arg(long, default_value = "all")]
     group: String,
-    /// Only the group's members call: nobody else launches the program
+    /// Compile as if every chip called at once, each in a group of its own; the engine has the members alone call
     #[arg(long)]
-    alone: bool,
+    everybody: bool,
     /// Sum 16-bit floats in f32 and round once
     #[arg(long)]
     exact: bool,
@@ -140,7 +141,7 @@ pub(crate) fn run(args: Args) -> Result<i32, CompileError> {
         across.compile(&args)?
     } else {
         let job = Job::of(&args)?;
-        save(&job.program.text)?;
+        save(job.text().unwrap_or_default())?;
         child::compile(&args, &job)?
     };
     if args.json {
@@ -166,6 +167,11 @@ fn page(report: &Value) -> String {
                 };
                 items.iter().map(part).collect::<Vec<_>>().join(", ")
             }
+            Value::Object(fields) => fields
+                .iter()
+                .map(|(name, value)| format!("{name}: {}", value.as_str().map_or(value.to_string(), str::to_owned)))
+                .collect::<Vec<_>>()
+                .join("; "),
             Value::Array(items) => items
                 .iter()
                 .map(|item| item.as_str().map_or(item.to_string(), str::to_owned))

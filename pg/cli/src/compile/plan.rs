@@ -259,8 +259,13 @@ pub(super) fn run(args: &Args, file: &Path) -> Result<i32, CompileError> {
                 ..*args
             };
             let job = Job::of(&one)?;
-            if seen.insert((job.program.text.clone(), job.launch.ranks.clone())) {
-                programs.push((Wanted { op, why, ..want.clone() }, one, job));
+            let wanted = Wanted { op, why, ..want.clone() };
+            match &job.work {
+                None => uncompiled.push(wanted),
+                Some(work) if seen.insert((work.program.text.clone(), work.launch.ranks.clone())) => {
+                    programs.push((wanted, one, job));
+                }
+                Some(_) => {}
             }
         }
     }

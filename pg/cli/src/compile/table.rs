@@ -26,10 +26,10 @@ const ON_LARGE: usize = 3;
 /// Prints a row as soon as it is there.
 pub(super) fn run(args: &Args) -> Result<i32, CompileError> {
     terminal::out(
-        "| slice | operation | group | compile, s | RSS, MiB | code, KiB | device memory, MiB | collectives | strategy | \
+        "| slice | operation | group | plan | compile, s | RSS, MiB | code, KiB | device memory, MiB | collectives | strategy | \
          emitter | colors | phases | dims | async | predicted, µs |",
     );
-    terminal::out("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|");
+    terminal::out("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|");
     let rows = SMALL
         .iter()
         .flat_map(|slice| OPS.iter().map(move |op| (slice, op)))
@@ -71,10 +71,14 @@ fn row(report: &Value) -> String {
     let mut collectives: Vec<&str> =
         report["collectives"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     collectives.dedup();
+    if collectives.is_empty() {
+        collectives.push("–");
+    }
     let cells = [
         text("slice"),
         text("op"),
         text("group"),
+        text("plan"),
         report["compile_s"].as_f64().map_or("–".to_owned(), |seconds| format!("{seconds:.2}")),
         text("peak_rss_mib"),
         scaled("code_bytes", 10),
@@ -85,7 +89,7 @@ fn row(report: &Value) -> String {
         text("colors"),
         text("phases"),
         text("dim_sizes"),
-        if report["async"] == true { "yes" } else { "no" }.to_owned(),
+        report["async"].as_bool().map_or("–", |is| if is { "yes" } else { "no" }).to_owned(),
         text("predicted_us"),
     ];
     format!("| {} |", cells.join(" | "))

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, eventfd, poll};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::process::Pid;
 use rustix::time::Timespec;
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 use super::net::Dial;
 use crate::fork::Guarded;
 use crate::link::ring::{Reader, Writer};
-use crate::link::shm::Mapping;
+use crate::link::shm::{self, Mapping};
 use crate::link::tcp;
 use crate::wire::{Frame, HEADER, Header, HubId};
 
@@ -133,7 +133,7 @@ pub(crate) struct Endpoint {
     pub inbound: In,
     pub items: VecDeque<Item>,
     pub streams: VecDeque<Stream>,
-    /// Its process, if its memory has been proven readable.
+    /// Its process, if its memory has been proven readable and `pidfd` tells when it ends.
     pub readable: Option<Pid>,
     pub pidfd: Option<Guarded>,
     pub heard: Instant,
@@ -208,13 +208,18 @@ impl Endpoint {
         fds.push(PollFd::new(socket, PollFlags::RDHUP));
         fds.extend(self.pidfd.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN)));
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        matches!(poll(&mut fds, Some(&now)), Ok(ready) if ready > 0)
+        retry_on_intr(|| poll(&mut fds, Some(&now))) != Ok(0)
     }
 
     /// Reports of failures wait to be sent.
     pub fn has_reports(&self) -> bool {
         let staged = matches!(&self.out, Out::Tcp(tcp) if tcp.written < tcp.staged.len());
         self.dead.is_none() && (staged || self.items.iter().any(|item| matches!(item, Item::Owned { .. })))
+    }
+
+    /// Whether its process has ended, after which its number may become another's; also where no pidfd tells.
+    pub fn ended(&self) -> bool {
+        self.pidfd.as_ref().is_none_or(shm::has_ended)
     }
 
     /// Writes one eager message at once if nothing is ahead of it and it fits. The caller keeps `data` readable.

@@ -7,10 +7,11 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat, memfd_create,
 };
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -227,6 +228,12 @@ pub unsafe fn read_memory(pid: rustix::process::Pid, from: u64, into: *mut u8, l
     }
 }
 
+/// Whether the process of a pidfd has ended; also where the kernel doesn't say.
+pub fn has_ended(pidfd: impl AsFd) -> bool {
+    let mut one = [PollFd::new(&pidfd, PollFlags::IN)];
+    retry_on_intr(|| poll(&mut one, Some(&Timespec::default()))) != Ok(0)
+}
+
 /// Lets the other processes of this user read this one's memory where Yama would refuse siblings. Failure is no error:
 /// where there is no Yama there is nothing to permit, and a refused read falls back to staging.
 pub fn permit_reads() {
@@ -272,6 +279,18 @@ mod tests {
     #[test]
     fn nobody_listens() {
         assert_eq!(dial(HubId(42)).unwrap_err(), Errno::CONNREFUSED);
+    }
+
+    #[test]
+    fn an_ended_process_is_told_from_a_live_one() {
+        use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
+        assert!(!has_ended(pidfd_open(getpid(), PidfdFlags::empty()).unwrap()));
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).unwrap();
+        assert!(!has_ended(&pidfd));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(has_ended(&pidfd));
     }
 
     #[test]

@@ -20,7 +20,7 @@ use super::across::{Across, Within};
 use super::device::pack;
 use super::{Broken, DeviceCall, DeviceError, Devices, Engine, Opening, Operation, Patience, StoreShare};
 use crate::runtime::Process;
-use crate::world::channel;
+use crate::world::{World, channel};
 
 /// The group's other members over the fabric.
 struct Hosts {
@@ -95,8 +95,19 @@ pub(super) fn open(chip: &Arc<Chip>, opening: &Opening) -> Result<Option<Arc<dyn
         let (device, slice) = (chip.rank(), chip.name().to_owned());
         return Err(DeviceError::Chip { group: group(), rank, device, slice });
     }
+    // Known to every member without asking: all of them take the other way, or none.
+    let aside = |parts: &[Vec<u32>]| {
+        let why = parts.iter().find_map(|part| {
+            let members: Vec<u32> = part.iter().map(|&position| opening.global[position as usize]).collect();
+            chip.refuses(&members)
+        });
+        why.inspect(|why| chip.refuse(opening.name, why)).is_some()
+    };
     let Some(slice) = slice else {
         let everybody: Vec<u32> = (0..opening.global.len() as u32).collect();
+        if aside(std::slice::from_ref(&everybody)) {
+            return Ok(None);
+        }
         return Ok(Some(Arc::new(OnChip::open(chip, opening, "", &everybody)?)));
     };
     // The members of each slice, as positions in the group.
@@ -114,9 +125,13 @@ pub(super) fn open(chip: &Arc<Chip>, opening: &Opening) -> Result<Option<Arc<dyn
     if touched.iter().any(|(_, members)| members.len() != mine.len()) {
         return Ok(None);
     }
+    let parts: Vec<Vec<u32>> = touched.iter().map(|(_, members)| members.clone()).collect();
+    if aside(&parts) {
+        return Ok(None);
+    }
     let me = mine.iter().position(|&position| position == opening.me).unwrap_or(0) as u32;
     let inside = OnChip::open(chip, opening, &format!("/slice {own}"), mine)?;
-    let touched: Vec<Vec<u32>> = touched.into_iter().map(|(_, members)| members).collect();
+    let touched = parts;
     let across = Across::open(opening, Box::new(inside), opening.process.line.clone(), &touched, me)?;
     Ok(Some(Arc::new(across)))
 }
@@ -138,7 +153,8 @@ impl OnChip {
         let between = |reason: String| DeviceError::Between { group: opening.name.to_owned(), reason };
         hub.open(ChannelSpec { id: sizes, name, me, members }).map_err(|error| between(error.to_string()))?;
         let members = positions.len() as u32;
-        let share = StoreShare::new(opening.store.clone(), Patience::default()).of(opening.world.id, members);
+        let World { id, secret, .. } = opening.world;
+        let share = StoreShare::new(opening.store.clone(), Patience::default(), secret).of(*id, members);
         let hosts = Arc::new(Hosts {
             process: opening.process.clone(),
             group: opening.channel,

@@ -1,10 +1,15 @@
 //! Compiled programs handed from one machine of a job to the others, through the job's store.
+//!
+//! Machines run what they find there, and others than the job's processes may write to a launcher's store. So each
+//! program carries a seal, an HMAC-SHA256 over its name and its bytes under a key that is made of the job's secret. What
+//! isn't sealed so is no program.
 
 use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
 
+use podring_fabric::handshake::{MAC, Secret};
 use podring_ici::cache::{Fetched, Share};
 
 use crate::store::{Store, StoreError};
@@ -32,14 +37,15 @@ const MOST: usize = 256 << 20;
 
 /// What the value of a program's key begins with.
 const FAILED: u8 = 0;
-/// The program follows.
+/// Its seal follows, and the program.
 const WHOLE: u8 = 1;
-/// Its length follows, as 8 bytes, the lowest first; it is in pieces under keys of their own.
+/// Its seal follows, and its length, as 8 bytes, the lowest first; it is in pieces under keys of their own.
 const PIECES: u8 = 2;
 
-/// A share over a store. What the store's clients can write, machines run: it is as private as the store.
+/// A share over a store, for machines that hold the same secret.
 pub struct StoreShare {
     store: Arc<dyn Store>,
+    key: Secret,
     patience: Patience,
     prefix: String,
     /// Others that may fetch a program, after whom nobody will; none if that is not known.
@@ -47,9 +53,10 @@ pub struct StoreShare {
 }
 
 impl StoreShare {
-    /// Over a store that all machines of the job use.
-    pub fn new(store: Arc<dyn Store>, patience: Patience) -> Self {
-        StoreShare { store, patience, prefix: "podring/program".to_owned(), others: None }
+    /// Over a store that all machines of the job use. They hold `secret`, and nobody else does.
+    pub fn new(store: Arc<dyn Store>, patience: Patience, secret: &Secret) -> Self {
+        let key = secret.for_programs();
+        StoreShare { store, key, patience, prefix: "podring/program".to_owned(), others: None }
     }
 
     /// For the members of one group of a world: what a dead world's members claimed holds nobody up, and what all of them
@@ -69,20 +76,38 @@ impl StoreShare {
 
     /// What was published under a key, by the value of its first name.
     fn read(&self, key: &str, value: &[u8]) -> Result<Fetched, String> {
-        match value.split_first() {
-            Some((&WHOLE, program)) => Ok(Fetched::Program(program.to_vec())),
-            Some((&PIECES, length)) => {
-                let length =
-                    <[u8; 8]>::try_from(length).ok().and_then(|bytes| usize::try_from(u64::from_le_bytes(bytes)).ok());
-                let Some(length) = length.filter(|&length| length <= MOST) else { return Ok(Fetched::Failed) };
-                let mut program = Vec::with_capacity(length);
-                for number in 0..length.div_ceil(PIECE) {
-                    program.extend(self.store.get(&self.piece(key, number)).map_err(words)?);
-                }
-                Ok(Fetched::Program(program))
-            }
-            _ => Ok(Fetched::Failed),
+        let Some((&kind, rest)) = value.split_first() else { return Ok(Fetched::Forged) };
+        if kind == FAILED {
+            return Ok(Fetched::Failed);
         }
+        let Some((seal, rest)) = rest.split_first_chunk::<MAC>() else { return Ok(Fetched::Forged) };
+        let program = match (kind, <[u8; 8]>::try_from(rest)) {
+            (WHOLE, _) => Some(rest.to_vec()),
+            (PIECES, Ok(length)) => self.pieces(key, u64::from_le_bytes(length))?,
+            _ => None,
+        };
+        let name = self.name(key, "program");
+        let genuine = program.filter(|program| self.key.sealed(name.as_bytes(), program, seal));
+        Ok(genuine.map_or(Fetched::Forged, Fetched::Program))
+    }
+
+    /// A program in pieces; none if they aren't all there, or of other lengths. Who published it wrote them first.
+    fn pieces(&self, key: &str, length: u64) -> Result<Option<Vec<u8>>, String> {
+        let Some(length) = usize::try_from(length).ok().filter(|&length| length <= MOST) else { return Ok(None) };
+        let mut program = Vec::new();
+        for number in 0..length.div_ceil(PIECE) {
+            let name = self.piece(key, number);
+            // A store waits for what isn't there.
+            if !self.store.check(std::slice::from_ref(&name)).map_err(words)? {
+                return Ok(None);
+            }
+            let piece = self.store.get(&name).map_err(words)?;
+            if piece.len() != PIECE.min(length - program.len()) {
+                return Ok(None);
+            }
+            program.extend(piece);
+        }
+        Ok(Some(program))
     }
 
     /// The last to have it lets the store forget it.
@@ -109,17 +134,19 @@ impl Share for StoreShare {
 
     fn publish(&self, key: &str, program: Option<&[u8]>) -> Result<(), String> {
         // One key for whatever comes of it: a machine that waits looks at one. It is written last.
+        let name = self.name(key, "program");
+        let seal = |program: &[u8]| self.key.seal(name.as_bytes(), program);
         let value = match program {
-            Some(program) if program.len() <= PIECE => [&[WHOLE], program].concat(),
+            Some(program) if program.len() <= PIECE => [&[WHOLE][..], &seal(program), program].concat(),
             Some(program) if program.len() <= MOST => {
                 for (number, piece) in program.chunks(PIECE).enumerate() {
                     self.store.set(&self.piece(key, number), piece).map_err(words)?;
                 }
-                [&[PIECES][..], &(program.len() as u64).to_le_bytes()].concat()
+                [&[PIECES][..], &seal(program), &(program.len() as u64).to_le_bytes()].concat()
             }
             _ => vec![FAILED],
         };
-        self.store.set(&self.name(key, "program"), &value).map_err(words)
+        self.store.set(&name, &value).map_err(words)
     }
 
     fn fetch(&self, key: &str, go_on: &dyn Fn() -> bool) -> Result<Fetched, String> {
@@ -151,9 +178,17 @@ mod tests {
     use super::*;
     use crate::store::MemoryStore;
 
+    fn share_of(store: &MemoryStore, patience: Patience, secret: u8) -> StoreShare {
+        StoreShare::new(Arc::new(store.clone()), patience, &Secret::new([secret; MAC]))
+    }
+
+    fn share(store: &MemoryStore) -> StoreShare {
+        share_of(store, Patience::default(), 1)
+    }
+
     #[test]
     fn the_first_compiles_and_the_others_get_it() {
-        let share = StoreShare::new(Arc::new(MemoryStore::default()), Patience::default());
+        let share = share(&MemoryStore::default());
         assert_eq!(share.claim("a"), Ok(true));
         assert_eq!(share.claim("a"), Ok(false));
         std::thread::scope(|scope| {
@@ -170,14 +205,14 @@ mod tests {
     #[test]
     fn a_lost_compiler_is_not_waited_for_for_ever() {
         let patience = Patience { most: Duration::from_millis(50), pause: Duration::from_millis(5) };
-        let share = StoreShare::new(Arc::new(MemoryStore::default()), patience);
+        let share = share_of(&MemoryStore::default(), patience, 1);
         let start = Instant::now();
         assert_eq!(share.fetch("nobody", &|| true), Ok(Fetched::Late));
         assert!(start.elapsed() < Duration::from_secs(20));
     }
     #[test]
     fn who_is_told_to_stop_stops() {
-        let share = StoreShare::new(Arc::new(MemoryStore::default()), Patience::default());
+        let share = share(&MemoryStore::default());
         let start = Instant::now();
         let asked = std::sync::atomic::AtomicU32::new(0);
         let go_on = || asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed) < 3;
@@ -188,33 +223,78 @@ mod tests {
     #[test]
     fn large_programs_go_in_pieces_and_are_forgotten_when_all_have_them() {
         let store = MemoryStore::default();
-        let share = || StoreShare::new(Arc::new(store.clone()), Patience::default()).of(7, 3);
+        let own = || share(&store).of(7, 3);
         for length in [0, 1, PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 5] {
             let key = length.to_string();
             let program: Vec<u8> = (0..length).map(|at| (at % 251) as u8).collect();
-            assert_eq!(share().claim(&key), Ok(true));
-            share().publish(&key, Some(&program)).unwrap();
+            assert_eq!(own().claim(&key), Ok(true));
+            own().publish(&key, Some(&program)).unwrap();
             for _ in 0..2 {
-                assert_eq!(share().fetch(&key, &|| true), Ok(Fetched::Program(program.clone())));
+                assert_eq!(own().fetch(&key, &|| true), Ok(Fetched::Program(program.clone())));
             }
             // Whoever comes later compiles by itself.
-            assert_eq!(share().fetch(&key, &|| true), Ok(Fetched::Failed));
+            assert_eq!(own().fetch(&key, &|| true), Ok(Fetched::Failed));
             for number in 0..length.div_ceil(PIECE) {
-                let piece = store.get(&share().piece(&key, number)).unwrap_or_default();
+                let piece = store.get(&own().piece(&key, number)).unwrap_or_default();
                 assert!(piece.is_empty(), "{length}: {number}");
             }
         }
         // Another world's members claim anew.
-        assert_eq!(StoreShare::new(Arc::new(store.clone()), Patience::default()).of(8, 3).claim("1"), Ok(true));
+        assert_eq!(share(&store).of(8, 3).claim("1"), Ok(true));
     }
 
     #[test]
-    fn what_is_no_program_is_none() {
+    fn what_is_no_program_of_this_job_is_none() {
         let store = MemoryStore::default();
-        let share = StoreShare::new(Arc::new(store.clone()), Patience::default());
-        for value in [&[][..], &[9], &[PIECES], &[PIECES, 1, 2], &[&[PIECES][..], &u64::MAX.to_le_bytes()].concat()] {
+        let share = share(&store);
+        for value in [
+            &[][..],
+            &[9],
+            &[WHOLE],
+            &[PIECES],
+            &[PIECES, 1, 2],
+            &[&[PIECES; 33], &u64::MAX.to_le_bytes()[..]].concat(),
+        ] {
             store.set(&share.name("a", "program"), value).unwrap();
-            assert_eq!(share.fetch("a", &|| true), Ok(Fetched::Failed), "{value:?}");
+            assert_eq!(share.fetch("a", &|| true), Ok(Fetched::Forged), "{value:?}");
         }
+    }
+
+    /// Whoever writes to the store without the job's secret: another's program, a right one under another name, of
+    /// another world, altered, or with other pieces.
+    #[test]
+    fn what_was_forged_is_refused_and_what_a_member_wrote_is_taken() {
+        for length in [100, PIECE + 100] {
+            let pieces = if length > PIECE { length.div_ceil(PIECE) } else { 0 };
+            let program: Vec<u8> = (0..length).map(|at| (at % 251) as u8).collect();
+            let store = MemoryStore::default();
+            let member = share(&store).of(7, 9);
+            let fetch = |key: &str| member.fetch(key, &|| true).unwrap();
+            member.publish("right", Some(&program)).unwrap();
+            assert_eq!(fetch("right"), Fetched::Program(program.clone()));
+            share_of(&store, Patience::default(), 2).of(7, 9).publish("stranger", Some(&program)).unwrap();
+            assert_eq!(fetch("stranger"), Fetched::Forged);
+            share(&store).of(8, 9).publish("moved", Some(&program)).unwrap();
+            let copy = |from: &StoreShare, key: &str, to: &str| {
+                store.set(&member.name(to, "program"), &store.get(&from.name(key, "program")).unwrap()).unwrap();
+                for number in 0..pieces {
+                    store.set(&member.piece(to, number), &store.get(&from.piece(key, number)).unwrap()).unwrap();
+                }
+            };
+            copy(&share(&store).of(8, 9), "moved", "moved");
+            assert_eq!(fetch("moved"), Fetched::Forged);
+            copy(&member, "right", "other");
+            assert_eq!(fetch("other"), Fetched::Forged);
+            let name = if pieces > 0 { member.piece("right", 1) } else { member.name("right", "program") };
+            let mut altered = store.get(&name).unwrap();
+            *altered.last_mut().unwrap() ^= 1;
+            store.set(&name, &altered).unwrap();
+            assert_eq!(fetch("right"), Fetched::Forged);
+        }
+        // Pieces that never come don't hold anybody up.
+        let store = MemoryStore::default();
+        let head = [&[PIECES; 33], &(3 * PIECE as u64).to_le_bytes()[..]].concat();
+        store.set(&share(&store).name("a", "program"), &head).unwrap();
+        assert_eq!(share(&store).fetch("a", &|| true), Ok(Fetched::Forged));
     }
 }

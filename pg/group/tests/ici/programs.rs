@@ -4,7 +4,7 @@ use std::{sync::Arc, thread, time::Duration};
 
 use podring_collective::{Blocks, Collective, DType, Kind, Reduction};
 use podring_group::{
-    MemoryStore, Store,
+    MemoryStore, Secret, Store,
     engine::{Patience, StoreShare},
 };
 use podring_ici::{
@@ -15,7 +15,7 @@ use podring_ici::{
 use crate::job::{all_reduce, barrier, machine_with, one, tensor};
 
 fn sharing(store: &MemoryStore, patience: Patience) -> Option<Arc<Machine>> {
-    let share: Arc<dyn Share> = Arc::new(StoreShare::new(Arc::new(store.clone()), patience));
+    let share: Arc<dyn Share> = Arc::new(StoreShare::new(Arc::new(store.clone()), patience, &Secret::new([1; 32])));
     machine_with(2, Options { share: Some(share), ..Options::default() })
 }
 
@@ -84,18 +84,21 @@ impl Store for Lossy {
 }
 
 #[test]
-fn a_lost_or_damaged_program_is_compiled_here() {
-    for spoil in [false, true] {
-        let store: Arc<dyn Store> = Arc::new(Lossy { inner: MemoryStore::default(), spoil });
+fn a_lost_damaged_or_forged_program_is_compiled_here() {
+    // Lost, damaged, and written by one who doesn't hold the job's secret.
+    for (lost, spoil, author) in [(true, false, 1), (false, true, 1), (false, false, 2)] {
+        let inner = MemoryStore::default();
+        let lossy = Lossy { inner: inner.clone(), spoil };
+        let store: Arc<dyn Store> = if lost || spoil { Arc::new(lossy) } else { Arc::new(inner) };
         let patience = Patience { most: Duration::from_millis(100), pause: Duration::from_millis(10) };
-        let sharing = || {
-            let share: Arc<dyn Share> = Arc::new(StoreShare::new(store.clone(), patience));
+        let sharing = |secret: u8| {
+            let share: Arc<dyn Share> = Arc::new(StoreShare::new(store.clone(), patience, &Secret::new([secret; 32])));
             machine_with(2, Options { share: Some(share), ..Options::default() })
         };
-        let (Some(first), Some(second)) = (sharing(), sharing()) else { return };
+        let (Some(first), Some(second)) = (sharing(author), sharing(1)) else { return };
         assert_eq!(warm(&first).compiled, 4);
         let counts = warm(&second);
         assert_eq!((counts.compiled, counts.received), (4, 0), "{counts:?}");
-        assert_eq!(counts.damaged, if spoil { 4 } else { 0 }, "{counts:?}");
+        assert_eq!(counts.damaged, if lost { 0 } else { 4 }, "{counts:?}");
     }
 }

@@ -47,6 +47,7 @@ use crate::{
     cache::{Cache, Counts, Disk, Share, Shared},
     pjrt::{Client, PjrtError, Value},
     program::Backend,
+    slice::{How, Plan, plan_alone},
 };
 use flight::{Job, Landed, land, release};
 use queue::{Launcher, Queue};
@@ -54,7 +55,8 @@ use queue::{Launcher, Queue};
 /// How a chip is used.
 #[derive(Default)]
 pub struct ChipOptions {
-    /// The slice that the devices are of, whose first ones they are in its list order.
+    /// The slice that the devices are of, whose first ones they are in its list order. Without one programs run on all
+    /// devices, or on one.
     pub slice: Option<Slice>,
     /// Sum 16-bit floats in f32 and round once.
     pub exact: bool,
@@ -97,6 +99,8 @@ pub struct Chip {
     played: bool,
     constants: Constants,
     launched: AtomicU64,
+    /// Groups that were to have programs and have none.
+    refused: AtomicU64,
     order: Mutex<Order>,
     threads: Threads,
     /// What was posted and is not being launched yet.
@@ -190,6 +194,7 @@ impl Chip {
             played: options.played,
             constants: Constants::default(),
             launched: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
             order: Mutex::default(),
             threads,
             queue: queue.clone(),
@@ -228,6 +233,37 @@ impl Chip {
     /// Whether a collective among `members` ranks has a program. The same on all of them.
     pub fn has_program(&self, collective: &Collective, members: usize) -> bool {
         !collective.kind.is_point_to_point() && key::of(collective, members, self.target).is_ok()
+    }
+
+    /// Why no program is to be launched on these ranks' devices alone; none if one may be. The same on every rank.
+    pub fn refuses(&self, members: &[u32]) -> Option<String> {
+        match &self.slice {
+            Some(slice) => match plan_alone(slice, members) {
+                Ok(Plan { how: How::Whole(_) | How::Cover { .. } | How::Members { .. }, .. }) => None,
+                Ok(plan) => Some(plan.why.to_owned()),
+                Err(error) => Some(error.to_string()),
+            },
+            // All of a job's devices, or one, are no part of anything.
+            None if members.len() == self.ids.len() || members.len() == 1 => None,
+            None => Some("the slice isn't known, and so not whether the compiler takes a part of it".to_owned()),
+        }
+    }
+
+    /// Counts a group that has no programs; the first is told of.
+    pub fn refuse(&self, group: &str, why: &str) {
+        if self.refused.fetch_add(1, Relaxed) == 0 {
+            let slice = &self.name;
+            tracing::warn!(
+                group,
+                slice,
+                "a group's collectives go over the hosts' network, not as programs; others like it are counted: {why}"
+            );
+        }
+    }
+
+    /// Groups that have no programs, so far.
+    pub fn refused(&self) -> u64 {
+        self.refused.load(Relaxed)
     }
 
     /// The slice that the devices are of.

@@ -3,10 +3,11 @@
 use std::{ffi::c_void, sync::Arc};
 
 use super::{
-    Element, PjrtError, Plugin,
+    DeviceDescription, Element, PjrtError, Plugin,
     executable::{CompileOptions, Loaded, program},
     plugin::text,
     sys::{self, Opaque},
+    topology,
     value::{Value, write_all},
 };
 
@@ -87,14 +88,23 @@ impl Client {
 
     /// All devices that programs may name, other processes' too, in the plugin's order.
     pub fn all_devices(&self) -> Result<Vec<Device>, PjrtError> {
+        self.raw_devices()?.into_iter().map(|raw| describe(self.plugin(), raw)).collect()
+    }
+
+    /// What the plugin says of each of all devices, in its order.
+    pub fn descriptions(&self) -> Result<Vec<DeviceDescription>, PjrtError> {
+        let one = |raw| topology::describe(self.plugin(), description(self.plugin(), raw)?);
+        self.raw_devices()?.into_iter().map(one).collect()
+    }
+
+    fn raw_devices(&self) -> Result<Vec<Opaque>, PjrtError> {
         let mut list = sys::ClientDevices { client: self.handle.raw, ..Default::default() };
         self.plugin().call(&mut list)?;
         if list.num_devices == 0 {
             return Ok(Vec::new());
         }
         // SAFETY: the plugin's list, alive as long as the client.
-        let raw: &[Opaque] = unsafe { std::slice::from_raw_parts(list.devices, list.num_devices) };
-        raw.iter().map(|&raw| describe(self.plugin(), raw)).collect()
+        Ok(unsafe { std::slice::from_raw_parts(list.devices, list.num_devices) }.to_vec())
     }
 
     /// The plugin.
@@ -259,12 +269,17 @@ impl Client {
     }
 }
 
-fn describe(plugin: &Arc<Plugin>, raw: Opaque) -> Result<Device, PjrtError> {
-    let mut args = sys::DeviceGetDescription { device: raw, ..Default::default() };
+fn description(plugin: &Plugin, device: Opaque) -> Result<Opaque, PjrtError> {
+    let mut args = sys::DeviceGetDescription { device, ..Default::default() };
     plugin.call(&mut args)?;
-    let mut id = sys::DeviceDescriptionId { description: args.description, ..Default::default() };
+    Ok(args.description)
+}
+
+fn describe(plugin: &Plugin, raw: Opaque) -> Result<Device, PjrtError> {
+    let description = description(plugin, raw)?;
+    let mut id = sys::DeviceDescriptionId { description, ..Default::default() };
     plugin.call(&mut id)?;
-    let mut process = sys::DeviceDescriptionProcessIndex { description: args.description, ..Default::default() };
+    let mut process = sys::DeviceDescriptionProcessIndex { description, ..Default::default() };
     plugin.call(&mut process)?;
     Ok(Device { id: id.id, process: process.process_index, raw: raw as usize })
 }

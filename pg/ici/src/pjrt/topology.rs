@@ -72,26 +72,7 @@ impl Topology {
         }
         // SAFETY: the topology's own list, alive as long as the topology.
         let raw = unsafe { std::slice::from_raw_parts(args.descriptions, args.num_descriptions) };
-        raw.iter().map(|&description| self.describe(description)).collect()
-    }
-
-    fn describe(&self, description: Opaque) -> Result<DeviceDescription, PjrtError> {
-        let mut id = sys::DeviceDescriptionId { description, ..Default::default() };
-        self.plugin.call(&mut id)?;
-        let mut process = sys::DeviceDescriptionProcessIndex { description, ..Default::default() };
-        self.plugin.call(&mut process)?;
-        let mut kind = sys::DeviceDescriptionKind { description, ..Default::default() };
-        self.plugin.call(&mut kind)?;
-        let mut attributes = sys::DeviceDescriptionAttributes { description, ..Default::default() };
-        self.plugin.call(&mut attributes)?;
-        Ok(DeviceDescription {
-            id: id.id,
-            process: process.process_index,
-            // SAFETY: the description's string, alive as long as the topology.
-            kind: unsafe { text(kind.text, kind.text_size) },
-            // SAFETY: the description's list, alive as long as the topology.
-            attributes: unsafe { read_all(attributes.attributes, attributes.num_attributes) },
-        })
+        raw.iter().map(|&description| describe(&self.plugin, description)).collect()
     }
 
     /// Compiles StableHLO text for devices of this slice.
@@ -108,4 +89,24 @@ impl Topology {
         self.plugin.call(&mut args)?;
         Ok(Executable::new(&self.plugin, args.executable))
     }
+}
+
+/// What a description says; its strings and lists are copied.
+pub(super) fn describe(plugin: &Plugin, description: Opaque) -> Result<DeviceDescription, PjrtError> {
+    let mut id = sys::DeviceDescriptionId { description, ..Default::default() };
+    plugin.call(&mut id)?;
+    let mut process = sys::DeviceDescriptionProcessIndex { description, ..Default::default() };
+    plugin.call(&mut process)?;
+    let mut kind = sys::DeviceDescriptionKind { description, ..Default::default() };
+    plugin.call(&mut kind)?;
+    let mut attributes = sys::DeviceDescriptionAttributes { description, ..Default::default() };
+    plugin.call(&mut attributes)?;
+    Ok(DeviceDescription {
+        id: id.id,
+        process: process.process_index,
+        // SAFETY: the description's string, alive as long as its topology or client.
+        kind: unsafe { text(kind.text, kind.text_size) },
+        // SAFETY: the description's list, alive as long.
+        attributes: unsafe { read_all(attributes.attributes, attributes.num_attributes) },
+    })
 }

@@ -303,9 +303,13 @@ pub fn build(spec: &Spec) -> Result<Program, ProgramError> {
 
 fn reduction(draft: &mut Draft, index: usize, part: &PartSpec) -> Result<(), ProgramError> {
     let reduction = part.reduction.ok_or(ProgramError::NoReduction { part: index })?;
-    let route = route::reduce(part.dtype, reduction, draft.spec.backend, draft.spec.exact)?;
+    let mut route = route::reduce(part.dtype, reduction, draft.spec.backend, draft.spec.exact)?;
     let members = draft.spec.groups.size();
     let scatter = draft.spec.op == Op::ReduceScatter;
+    if scatter && draft.spec.backend == Backend::Tpu && members > 1 && members % 2 == 1 {
+        // libtpu: "AllReduce fusion with 3 sized replica_groups, which is odd and greater than one".
+        route.how = How::Exchange;
+    }
     let (blocks, elements) = match route.how {
         How::Native if !scatter => (1, part.elements),
         How::Exchange if !scatter => (members, part.elements.div_ceil(members)),

@@ -10,7 +10,9 @@ use std::{
 use podring_ici::{
     pjrt::{Client, CompileOptions, PjrtError, Plugin, Topology, Value},
     program::{Backend, Groups, Op, PartSpec, Spec, build},
+    slice::{How, from_devices, plan_alone},
 };
+use podring_topology::Slice;
 
 /// A plugin in C whose table has `slots` entries and speaks version `major`.`minor`. It refuses structs that are smaller
 /// than it knows, as plugins do, and knows no more of any function than version 0.81's beginning.
@@ -172,5 +174,72 @@ fn what_may_end_the_process_is_never_emitted() {
         let groups = Groups::all(4);
         let spec = Spec { op, parts, groups, backend: Backend::Cpu, exact: false, donate: false };
         assert!(!build(&spec).unwrap().text.contains("channel_handle"));
+    }
+}
+
+/// libtpu, which neither asks the cloud about this machine nor takes its TPUs.
+fn libtpu() -> Option<std::sync::Arc<Plugin>> {
+    let file = package("libtpu/libtpu.so")?;
+    // SAFETY: before the test's first other thread.
+    unsafe {
+        std::env::set_var("TPU_SKIP_MDS_QUERY", "1");
+        std::env::set_var("ALLOW_MULTIPLE_LIBTPU_LOAD", "1");
+    }
+    // SAFETY: libtpu, pinned in requirements/ici.txt.
+    Some(unsafe { Plugin::load(&file) }.unwrap())
+}
+
+fn topology(plugin: &std::sync::Arc<Plugin>, slice: &Slice, hosts: Option<[i64; 3]>) -> Topology {
+    let mut options = vec![("wrap", Value::Ints(slice.wrap().map(i64::from).to_vec()))];
+    options.extend(hosts.map(|bounds| ("chips_per_host_bounds", Value::Ints(bounds.to_vec()))));
+    if slice.slices() > 1 {
+        options.push(("num_slices", Value::Int(slice.slices().into())));
+    }
+    let name = slice.to_string();
+    Topology::create(plugin, name.split('*').next().unwrap(), &options).unwrap()
+}
+
+/// What libtpu's devices say of themselves is the slice that they are.
+#[test]
+fn libtpus_devices_give_their_slice() {
+    let Some(plugin) = libtpu() else { return };
+    let names = ["v4:2x2x4", "v5e:4x4", "v5e:2x2*2", "v5e:16x16", "v5p:4x4x4", "v6e:2x4", "tpu7x:2x2x2"];
+    for name in names {
+        let slice = podring_topology::parse(name).unwrap();
+        assert_eq!(from_devices(&topology(&plugin, &slice, None).devices().unwrap()), Ok(slice), "{name}");
+        let hosts = podring_topology::SliceOptions { chips_per_host_bounds: Some([1, 1, 1]), ..Default::default() };
+        let slice = podring_topology::parse_with(name, &hosts).unwrap();
+        assert_eq!(from_devices(&topology(&plugin, &slice, Some([1, 1, 1])).devices().unwrap()), Ok(slice), "{name}");
+    }
+}
+
+/// libtpu ends its process on some parts of a slice: what is called sure it takes.
+#[test]
+fn parts_of_a_slice_that_are_called_sure_are_taken() {
+    let Some(plugin) = libtpu() else { return };
+    for (name, expected) in [("v5e:4x4", 82), ("v5p:2x2x2", 26)] {
+        let slice = podring_topology::parse(name).unwrap();
+        let topology = topology(&plugin, &slice, Some([1, 1, 1]));
+        let [x, y, z] = slice.dims();
+        let ends = |length: u32| (0..length).flat_map(move |start| (start + 1..=length).map(move |end| start..end));
+        let mut taken = 0;
+        for (xs, ys, zs) in ends(x).flat_map(|xs| {
+            ends(y).flat_map(move |ys| {
+                let xs = xs.clone();
+                ends(z).map(move |zs| (xs.clone(), ys.clone(), zs))
+            })
+        }) {
+            let all = zs.flat_map(|z| ys.clone().flat_map(move |y| (0..4).map(move |x| [x, y, z])));
+            let ranks: Vec<u32> =
+                all.filter(|[x, ..]| xs.contains(x)).map(|place| slice.rank_at(0, place, 0).unwrap()).collect();
+            let How::Members { launch, .. } = plan_alone(&slice, &ranks).unwrap().how else { continue };
+            let (groups, backend) = (launch.groups.clone(), Backend::Tpu);
+            let spec = Spec { op: Op::Barrier, parts: vec![], groups, backend, exact: false, donate: false };
+            let options = CompileOptions::on(launch.device_ids(&slice));
+            let compiled = topology.compile(&build(&spec).unwrap().text, &options);
+            assert!(compiled.is_ok(), "{name} {ranks:?}: {}", compiled.err().unwrap());
+            taken += 1;
+        }
+        assert_eq!(taken, expected, "{name}");
     }
 }

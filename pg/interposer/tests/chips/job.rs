@@ -10,6 +10,7 @@ use podring_group::engine::Hardware;
 use podring_group::{Config, HubConfig, ProcessGroup, Runtime, Store, StoreError};
 use podring_ici::engine::{Chip, ChipOptions};
 use podring_ici::pjrt::{Client, PjrtError, Plugin, Value, Want, find};
+use podring_ici::slice::from_devices;
 use podring_interposer::Settings;
 
 /// Of a whole job.
@@ -165,6 +166,12 @@ fn start(slice: &str, file: &Path, folder: &Path) -> Rank {
     // SAFETY: as above.
     let client =
         unsafe { Client::shared(&Plugin::over(shared.table, &shared.plugin).unwrap(), shared.client) }.unwrap();
+    // As a TPU's devices, these tell which slice they are.
+    let seen = from_devices(&client.descriptions().unwrap()).unwrap();
+    assert!(
+        seen.to_string() == slice
+            && seen.list().map(|one| one.coords).eq(shared.slice.unwrap().list().map(|one| one.coords))
+    );
     // Many small programs: most of the time would go to optimizing them.
     let overrides = vec![
         ("xla_backend_optimization_level".to_owned(), Value::Int(0)),

@@ -409,6 +409,28 @@ fn groups_over_several_slices_give_what_the_fabric_gives() {
     });
 }
 
+/// Two squares of one slice: the one at its corner libtpu might refuse, the other it takes.
+#[test]
+fn a_group_that_libtpu_might_refuse_goes_over_the_fabric() {
+    run("a_group_that_libtpu_might_refuse_goes_over_the_fabric", "v5e:2x4", &[], |rank: &Rank| {
+        let corner = rank.rank < 4;
+        let first = if corner { 0 } else { 4 };
+        let square = rank.group(&format!("square{first}"), &[first, first + 1, first + 2, first + 3]);
+        assert_eq!(rank.chip.refused(), u64::from(corner));
+        let mut memory = floats(&[rank.rank as f32; 100]);
+        wait(&on_chip(&square, Kind::AllReduce, &mut memory)).unwrap();
+        assert_eq!(read(&memory), [4.0 * first as f32 + 6.0; 100]);
+        assert_eq!(rank.chip.launched(), u64::from(!corner));
+        // The whole slice is no part of it.
+        let mut memory = floats(&[rank.rank as f32; 100]);
+        wait(&on_chip(&rank.world, Kind::AllReduce, &mut memory)).unwrap();
+        assert_eq!(read(&memory), [28.0; 100]);
+        assert_eq!(rank.chip.launched(), u64::from(!corner) + 1);
+        square.shutdown();
+        rank.world.shutdown();
+    });
+}
+
 #[test]
 fn a_rank_of_another_slice_that_dies_is_named() {
     run("a_rank_of_another_slice_that_dies_is_named", "v5e:1x2*2", &[3], |rank: &Rank| {

@@ -323,7 +323,8 @@ impl Engine {
                     let mut seen = [0u8; 16];
                     // SAFETY: `seen` has 16 bytes.
                     let read = unsafe { shm::read_memory(pid, by.place, seen.as_mut_ptr(), 16) };
-                    if self.config.cma && read == Ok(16) && seen == opening.from.0.to_le_bytes() {
+                    // It hadn't ended when that was read: its number was its own.
+                    if self.config.cma && read == Ok(16) && seen == opening.from.0.to_le_bytes() && !peer.ended() {
                         peer.readable = Some(pid);
                     }
                 }
