@@ -20,7 +20,6 @@ fn agent(coordinator: Coordinator) -> (Agent, Line) {
         callers: BTreeMap::from([(OWN, Caller::new(own))]),
         next: OWN + 1,
         seats: Seats::default(),
-        refusals: Seldom::default(),
         speaker: 0,
         began: Instant::now(),
         world: None,
