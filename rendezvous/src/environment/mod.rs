@@ -337,10 +337,10 @@ impl Reader<'_> {
         let (hosts, processes) = (&launch.worker_hosts, &launch.process_addresses);
         let counts = |all: &Given<Vec<String>>| hosts.as_ref().is_none_or(|hosts| hosts.value.len() != all.value.len());
         let apart = processes.as_ref().is_some_and(counts);
-        for other in workers.filter(|other| other.value != worker.value) {
-            let usual = apart && other.by == "CLOUD_TPU_TASK_ID";
+        let counts_processes = |other: &Given<u32>| apart && other.by == "CLOUD_TPU_TASK_ID";
+        for other in workers.filter(|other| other.value != worker.value && !counts_processes(other)) {
             let text = format!("worker {} and {}", worker.value, other.value);
-            launch.notes.push(Note { decides: worker.by.clone(), other: other.by, text, usual });
+            launch.notes.push(Note { decides: worker.by.clone(), other: other.by, text, usual: false });
         }
         let bound = |list: &Option<Given<Vec<String>>>, index: &Given<u32>| match list {
             Some(list) if index.value as usize >= list.value.len() => {
