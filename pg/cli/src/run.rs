@@ -251,8 +251,10 @@ pub(crate) fn run(args: Args) -> Result<i32, Error> {
 
 /// How many TPU devices this host has. Asked before anything starts, and that torch_tpu is there: every rank would fail.
 fn ask(interpreter: &Interpreter) -> Result<u32, Error> {
-    let script = "from importlib.util import find_spec; from podring import _early; \
-                  print(find_spec('torch_tpu') is not None, _early.tpu_devices())";
+    let script = "from importlib.util import find_spec\n\
+                  if find_spec('torch_tpu') is None: raise SystemExit(print(False))\n\
+                  from podring import _early\n\
+                  print(True, _early.tpu_devices())";
     let said = interpreter.output(&["-c", script], "", Duration::from_secs(60))?;
     // Site hooks may print before us.
     match said.lines().last().and_then(|line| line.strip_prefix("True ")?.parse().ok()) {
