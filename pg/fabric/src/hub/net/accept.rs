@@ -204,10 +204,15 @@ impl Engine {
         let limit = self.config.handshake;
         for index in 0..self.net.guests.seats.len() {
             let Some(ends) = self.net.guests.seats[index].as_ref().map(|guest| guest.ends(limit)) else { continue };
-            if now >= ends {
-                self.net.guests.take(index);
-            } else {
+            if now < ends {
                 next = Some(next.map_or(ends, |other: Instant| other.min(ends)));
+                continue;
+            }
+            // It may have been this process that stood still: then what came meanwhile is there to be read.
+            self.guest(index as u32);
+            let late = |guest: &Guest| now >= guest.ends(limit);
+            if self.net.guests.seats[index].as_ref().is_some_and(late) {
+                self.net.guests.take(index);
             }
         }
         next
