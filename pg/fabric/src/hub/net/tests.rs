@@ -287,3 +287,19 @@ fn all_that_can_no_longer_be_read_is_asked_for() {
     let cleared = |item: &&Item| matches!(item, Item::Bare(header) if header.frame == Frame::Clear);
     assert_eq!(engine.endpoints[from as usize].items.iter().filter(cleared).count(), 2);
 }
+
+/// A connection is accepted before its opening has come; then this process stands still for longer than one may take.
+#[test]
+fn who_has_spoken_meanwhile_is_heard_before_it_is_late() {
+    let ([caller, mut called], [to, from]) = pair(["a", "a"]);
+    let socket = shm::dial(caller.endpoints[to as usize].id).unwrap();
+    called.welcome(true);
+    assert_eq!(called.net.guests.count(), 1);
+    let (ring, _mapping) = shm::create_ring(4096).unwrap();
+    let (opening, job) = caller.net.opening(called.net.me).unwrap();
+    let signed = crate::handshake::LocalOpening::new(&job.secret, opening, 4096, 0);
+    shm::send_opening(&socket, &signed, &ring, &*caller.net.bell).unwrap();
+    called.keep_alive(Instant::now() + 10 * called.config.handshake);
+    assert!(matches!(called.endpoints[from as usize].inbound, In::Shm { .. }));
+    assert_eq!(called.net.guests.count(), 0);
+}
