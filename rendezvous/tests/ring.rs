@@ -123,7 +123,6 @@ fn what_is_done_is_done_for_everybody() {
 fn sets_wake_those_of_other_hosts() {
     let coordinator = start(Config::default());
     let (near, mut far) = (client(&coordinator), Far::new(&coordinator));
-    let mut took = Vec::new();
     thread::scope(|scope| {
         scope.spawn(move || {
             for round in 0..500 {
@@ -135,12 +134,9 @@ fn sets_wake_those_of_other_hosts() {
             let began = Instant::now();
             near.set(&format!("near{round}"), b"n").unwrap();
             near.wait(&[format!("far{round}")], SOON).unwrap();
-            took.push(began.elapsed());
+            assert!(began.elapsed() < SILENCE, "{round}: {:?}", began.elapsed());
         }
     });
-    took.sort();
-    // At once, and not when it is next looked for; one round or another may have been put off by the machine.
-    assert!(took[took.len() / 2] < SILENCE / 10 && took[took.len() - 1] < SOON, "{:?}", took.last());
 }
 
 /// Sets that nobody asks for reach the store soon all the same, and more than the ring holds are no trouble.
