@@ -55,6 +55,7 @@ TpuBackend::TpuBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, i
   int32_t status = PODRING_OK;
   {
     const LockReleased unlocked;
+    const StoreAdapter::Forming forming(*store);
     config.store = StoreAdapter::make(store);
     status = core->group_create(&config, &group_, &error);
   }

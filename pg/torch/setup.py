@@ -15,7 +15,11 @@ setup(
             f"podring_torch._face_{MINOR}",
             ["face.cpp"],
             depends=sorted(path.name for path in Path(__file__).parent.glob("*.h*")),
-            extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"],
+            # Symbols that stay inside aren't looked up in torch's libraries when init_process_group loads this.
+            extra_compile_args=[
+                *("-std=c++20", "-O2", "-g0", "-Wall", "-Wno-unknown-pragmas"),
+                *("-fvisibility=hidden", "-fvisibility-inlines-hidden"),
+            ],
         )
     ],
     cmdclass={"build_ext": BuildExtension.with_options(use_ninja=False)},

@@ -14,31 +14,14 @@
 
 namespace podring {
 
-// A connection of podring's own to the store under `store`, so that a blocking call of the user's on the same client
-// can't hold ours up. One connection per store and process: a thousand groups must not add a thousand sockets.
+// Connections of podring's own to users' stores, so that later a blocking call of the user's on the same client can't
+// hold ours up. One connection per store and process: a thousand groups must not add a thousand sockets.
 class StoreConnections {
  public:
-  static c10::intrusive_ptr<c10d::Store> own(const c10::intrusive_ptr<c10d::Store>& store) {
-    std::vector<std::string> prefixes;
-    auto base = store;
-    while (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(base.get())) {
-      prefixes.push_back(Peek::prefix(*prefixed));
-      base = prefixed->getUnderlyingStore();
-    }
-    auto mine = connection_to(base);
-    for (auto prefix = prefixes.rbegin(); prefix != prefixes.rend(); ++prefix) {
-      mine = c10::make_intrusive<c10d::PrefixStore>(*prefix, std::move(mine));
-    }
-    return mine;
-  }
-
- private:
-  struct Peek : c10d::PrefixStore {
-    static const std::string& prefix(const c10d::PrefixStore& store) { return store.*(&Peek::prefix_); }
-  };
   using Weak = c10::weak_intrusive_ptr<c10d::Store>;
 
-  static c10::intrusive_ptr<c10d::Store> connection_to(const c10::intrusive_ptr<c10d::Store>& base) {
+  // Of a store that still is in use.
+  static c10::intrusive_ptr<c10d::Store> to(const c10::intrusive_ptr<c10d::Store>& base) {
     // Never destroyed: a store's destructor may not run after the interpreter's end.
     static auto& guard = *new std::mutex;
     static auto& known = *new std::vector<std::pair<Weak, Weak>>;
@@ -70,11 +53,51 @@ class StoreAdapter {
  public:
   // The core releases it, also if the group can't be formed.
   static PodringStore make(const c10::intrusive_ptr<c10d::Store>& store) {
-    return PodringStore{new StoreAdapter(StoreConnections::own(store)), &set, &get, &check, &add, &release};
+    return PodringStore{new StoreAdapter(store), &set, &get, &check, &add, &release};
   }
 
+  // While a thread has one, it forms a group with this store: inside of the user's own call, which has used the store
+  // just before. What a connection more costs, milliseconds where names are looked up, is saved there: most groups
+  // never use the store again.
+  class Forming {
+   public:
+    explicit Forming(c10d::Store& store) { given() = &store; }
+    ~Forming() { given() = nullptr; }
+    Forming(const Forming&) = delete;
+    Forming& operator=(const Forming&) = delete;
+  };
+
  private:
-  explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store) : base_(store) {
+    while (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) {
+      prefixes_.push_back(Peek::prefix(*prefixed));
+      store = prefixed->getUnderlyingStore();
+    }
+    base_ = StoreConnections::Weak(store);
+  }
+
+  struct Peek : c10d::PrefixStore {
+    static const std::string& prefix(const c10d::PrefixStore& store) { return store.*(&Peek::prefix_); }
+  };
+
+  static c10d::Store*& given() {
+    static thread_local c10d::Store* here = nullptr;
+    return here;
+  }
+
+  // The core makes one call at a time.
+  c10d::Store& store() {
+    if (given() != nullptr) return *given();
+    if (!own_) {
+      auto base = base_.lock();
+      TORCH_CHECK(base, "the launcher's store is gone");
+      own_ = StoreConnections::to(base);
+      for (auto prefix = prefixes_.rbegin(); prefix != prefixes_.rend(); ++prefix) {
+        own_ = c10::make_intrusive<c10d::PrefixStore>(*prefix, std::move(own_));
+      }
+    }
+    return *own_;
+  }
 
   static void explain(char* why, size_t size, const char* text) noexcept {
     if (size == 0) return;
@@ -91,7 +114,7 @@ class StoreAdapter {
     }
     int32_t failed = 1;
     try {
-      call(*static_cast<StoreAdapter*>(ctx)->store_);
+      call(static_cast<StoreAdapter*>(ctx)->store());
       failed = 0;
     } catch (const c10::Error& error) {
       explain(why, why_size, error.what_without_backtrace());
@@ -133,7 +156,11 @@ class StoreAdapter {
     ExitGate::leave();
   }
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  // The outermost first.
+  std::vector<std::string> prefixes_;
+  // Whoever has the group has its store too, and no longer than wanted: rank 0's may be the one that serves.
+  StoreConnections::Weak base_;
+  c10::intrusive_ptr<c10d::Store> own_;
 };
 
 }  // namespace podring

@@ -4,61 +4,67 @@ c10d has no stable binary interface, so a face must meet exactly the torch it wa
 ``podring._register`` picks the module.
 """
 
+from __future__ import annotations
+
 import importlib
 import os
-from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
-import torch
-from torch._C._distributed_c10d import Backend, ReduceOp, Store, _DistributedBackendOptions
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Protocol
+
+    import torch
+    from torch._C._distributed_c10d import Backend, ReduceOp, Store, _DistributedBackendOptions
 
 _PREFIX = "_face_"
 
 
-class RendezvousStore(Store):
-    """The compiled module's ``Store``, for type checkers: the coordinator's key-value store."""
+if TYPE_CHECKING:
+    # Only then: making a Protocol takes a third of a millisecond of init_process_group.
+    class RendezvousStore(Store):
+        """The compiled module's ``Store``, for type checkers: the coordinator's key-value store."""
 
-    host: str
-    port: int
-    instance: int
-    serves: bool
+        host: str
+        port: int
+        instance: int
+        serves: bool
 
+    class Face(Protocol):
+        """What the compiled module offers."""
 
-class Face(Protocol):
-    """What the compiled module offers."""
+        torch_version: str
+        TpuBackend: type[Backend]
 
-    torch_version: str
-    TpuBackend: type[Backend]
+        def create(
+            self, opts: _DistributedBackendOptions, backend_options: Backend.Options | None = None, name: str = "tpu"
+        ) -> Backend: ...
 
-    def create(
-        self, opts: _DistributedBackendOptions, backend_options: Backend.Options | None = None, name: str = "tpu"
-    ) -> Backend: ...
+        def set_torch_tpu(self, version: str) -> None: ...
 
-    def set_torch_tpu(self, version: str) -> None: ...
+        def lend_world(self, backend: Backend) -> None: ...
 
-    def lend_world(self, backend: Backend) -> None: ...
+        def warm_up(self, backend: Backend, calls: Sequence[tuple[int, torch.dtype, ReduceOp, int]]) -> int: ...
 
-    def warm_up(self, backend: Backend, calls: Sequence[tuple[int, torch.dtype, ReduceOp, int]]) -> int: ...
+        def drain(self, timeout: float) -> bool: ...
 
-    def drain(self, timeout: float) -> bool: ...
-
-    def store(
-        self,
-        *,
-        host: str,
-        port: int,
-        timeout: float,
-        serve: int,
-        insecure: bool,
-        token: str,
-        token_file: str,
-        tls_ca: str,
-        tls_cert: str,
-        tls_key: str,
-        server_name: str,
-        state_dir: str,
-    ) -> RendezvousStore: ...
+        def store(
+            self,
+            *,
+            host: str,
+            port: int,
+            timeout: float,
+            serve: int,
+            insecure: bool,
+            token: str,
+            token_file: str,
+            tls_ca: str,
+            tls_cert: str,
+            tls_key: str,
+            server_name: str,
+            state_dir: str,
+        ) -> RendezvousStore: ...
 
 
 def minors() -> list[str]:
@@ -73,4 +79,4 @@ def minors() -> list[str]:
 
 def load(minor: str) -> Face:
     """The face for a torch minor version that ``minors()`` has. The running torch must be of that version."""
-    return cast(Face, importlib.import_module(f"{__name__}.{_PREFIX}{minor.replace('.', '_')}"))
+    return cast("Face", importlib.import_module(f"{__name__}.{_PREFIX}{minor.replace('.', '_')}"))
