@@ -18,7 +18,7 @@ pub use crate::settings::{BadSetting, Settings};
 const VERSION: u32 = 1;
 /// Where it is published. Rank 0 writes it anew each time.
 const KEY: &str = "podring/coordinator";
-/// Pauses between two looks for the record: the first, and the longest of the first half second and of later.
+/// Pauses between two looks for the record: the shortest, and the longest of the first half second and of later.
 const PAUSES: [Duration; 3] = [Duration::from_micros(100), Duration::from_millis(1), Duration::from_millis(20)];
 /// How long a record that was there before this rank came may be an earlier life's: errors with it aren't final.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -320,7 +320,6 @@ impl Newcomer<'_> {
         interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<Option<Vec<u8>>, JoinError> {
         let since = Instant::now();
-        let mut pause = PAUSES[0];
         let mut asked = since;
         loop {
             if let Some(text) = self.board.get(KEY)?.filter(|text| last.is_none_or(|(known, _)| known != text)) {
@@ -341,9 +340,9 @@ impl Newcomer<'_> {
                     return Err(SeatError::Interrupted.into());
                 }
             }
-            std::thread::sleep(pause);
+            // Found late by an eighth of the wait, at most.
             let longest = if since.elapsed() < LOOK { PAUSES[1] } else { PAUSES[2] };
-            pause = (pause * 3 / 2).min(longest);
+            std::thread::sleep((since.elapsed() / 8).clamp(PAUSES[0], longest));
         }
     }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -169,14 +168,3 @@ def _interpose_slice(name: str) -> None:
     _early.arrange()
     # First of all, so that a wrong name is reported as such and nothing has been loaded yet.
     _core.interpose(str(plugin), name)
-
-
-def torch_tpu_version() -> str | None:
-    """The installed torch_tpu's version."""
-    # Most often there is none, and reading all packages' metadata for that takes its time.
-    if find_spec("torch_tpu") is None:
-        return None
-    try:
-        return version("torch_tpu")
-    except PackageNotFoundError:
-        return None

@@ -10,12 +10,12 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-
-from podring import _hook
 
 if TYPE_CHECKING:
     from podring_torch import Face
@@ -61,9 +61,21 @@ def face() -> Face:
         )
     loaded = podring_torch.load(minor)
     # Whether tensors' memory can be used as it is depends on how torch_tpu's objects are laid out.
-    loaded.set_torch_tpu(_hook.torch_tpu_version() or "(absent)")
+    loaded.set_torch_tpu(_torch_tpu_version() or "(absent)")
     atexit.register(_drain, loaded, os.getpid())
     return loaded
+
+
+def _torch_tpu_version() -> str | None:
+    # Most often there is none, and reading all packages' metadata for that takes its time.
+    if find_spec("torch_tpu") is None:
+        return None
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("torch_tpu")
+    except PackageNotFoundError:
+        return None
 
 
 def _drain(loaded: Face, pid: int) -> None:
@@ -84,8 +96,13 @@ def _wake_chip() -> None:
 def _create(name: str, opts: Any, backend_options: object | None) -> C10dBackend:
     from torch._C._distributed_c10d import Backend
 
-    _hook.raise_kept()
-    _hook.explain_absence()
+    # Where there is neither a virtual slice nor torch_tpu nobody has imported it, and it would have nothing to say.
+    hooked = "podring._hook" in sys.modules or bool(os.environ.get("PODRING_SLICE"))
+    if hooked:
+        from podring import _hook
+
+        _hook.raise_kept()
+        _hook.explain_absence()
     _wake_chip()
     if backend_options is not None and type(backend_options) is not Backend.Options:
         raise TypeError(
@@ -94,6 +111,6 @@ def _create(name: str, opts: Any, backend_options: object | None) -> C10dBackend
         )
     backend = face().create(opts, backend_options, name)
     # The first group is the default group, of all ranks: programs' collectives run over groups made of it.
-    if not dist.is_initialized() and _hook.on_virtual_slice():
+    if hooked and not dist.is_initialized() and _hook.on_virtual_slice():
         face().lend_world(backend)
     return backend
