@@ -19,6 +19,7 @@
 
 #include "core.hpp"
 #include "lazy.hpp"
+#include "ordered.hpp"
 #include "rendezvous_store.hpp"
 #include "store.hpp"
 
@@ -724,6 +725,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "lend_world", [](const TpuBackend& backend) { backend.lend_world(); }, py::arg("backend"),
       "Has collectives inside of programs on virtual chips run over this group, whose members are all ranks in order.");
+  m.def("ordered_store", &OrderedStore::over, py::arg("store"),
+        "The store by which torch_tpu's process group has each message find its own receive.");
   m.def("warm_up", &warm_up, py::arg("backend"), py::arg("calls"),
         "Compiles the programs of (kind, dtype, reduction, bytes) to come; of how many calls they are there.");
   m.def("drain", &drain, py::arg("timeout"),

@@ -141,6 +141,40 @@ def check_forming_fails() -> None:
     same(alive(), before)
 
 
+def check_ordered_store() -> None:
+    from podring import _register
+
+    store = dist.PrefixStore("deep", dist.PrefixStore("group", dist.HashStore()))
+    # Both sides of a job have one, over the same store.
+    receiver: Any = _register.face().ordered_store(store)
+    sender: Any = _register.face().ordered_store(store)
+    key = "cross_host_transfer_descriptor:17"
+    for place in range(3):
+        receiver.set(key, f"receive {place}")
+    receiver.multi_set([key, "else"], ["receive 3", "value"])
+    for place in range(3):
+        sender.wait([key], timedelta(seconds=5))
+        assert sender.check([key])
+        assert sender.get(key) == f"receive {place}".encode(), place
+    assert sender.multi_get([key, "else"]) == [b"receive 3", b"value"]
+    # The next one hasn't been written, and the former are gone.
+    assert not sender.check([key]) and sender.check(["else"])
+    try:
+        sender.wait([key], timedelta(milliseconds=10))
+    except dist.DistStoreError:
+        pass
+    else:
+        raise AssertionError("a receive that isn't there was found")
+    # A clone goes on where it is.
+    receiver.clone().set(key, "receive 4")
+    receiver.set(key, "receive 5")
+    assert (sender.clone().get(key), sender.get(key)) == (b"receive 4", b"receive 5")
+    # Everything else is the store's own.
+    assert store.get("else") == b"value" and sender.add("number", 2) == 2 and store.add("number", 1) == 3
+    plain = dist.HashStore()
+    assert _register.face().ordered_store(plain) is plain
+
+
 def check_reductions() -> None:
     t = torch.ones(2, 3)
     same(

@@ -226,6 +226,39 @@ def test_unknown_torch_tpu_is_staged_with_one_warning(tmp_path: Path, version: s
     assert output.count("stages tpu tensors") == 1 and f"torch_tpu {version}" in output, output[-4000:]
 
 
+@jobs.thorough
+def test_a_rank_killed_before_it_sends_is_named(tmp_path: Path) -> None:
+    # By torch_tpu's own process group, whose messages go from chip to chip.
+    program = script(
+        tmp_path,
+        f"""
+        import os, signal, time, torch, torch.distributed as dist
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        dist.init_process_group("tpu")
+        rank = dist.get_rank()
+        one = torch.full((1000,), float(rank), device="tpu")
+        if rank == 0:
+            dist.recv(one, 1)
+            assert one.cpu().sum() == 1000
+        else:
+            dist.send(one, 0)
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        try:
+            dist.recv(one, 1)
+            one.cpu()
+        except RuntimeError as error:
+            print("LOST", error, flush=True)
+            assert time.monotonic() - begin < 30
+        os._exit({signal.SIGUSR1.value})
+        """,
+    )
+    output = jobs.podring("run", "--slice", "v5e:1x2", str(program), PODRING_DISABLE="1").output
+    assert "LOST" in output and "lost rank 1" in output, output[-4000:]
+
+
 @pytest.mark.parametrize(
     ("disable", "compiled"),
     [pytest.param("0", False, marks=jobs.thorough), pytest.param("1", False, marks=jobs.thorough), ("0", True)],

@@ -13,6 +13,7 @@ COLLECTIVES = [
     "movements",
     "wide_and_narrow_types",
     "point_to_point",
+    "from_any_source",
     "layouts",
     "aliases_keep_their_values",
     "deferred_values",
@@ -81,6 +82,7 @@ ALL_THEIRS = [
     "their_uneven_exchange",
     "their_subgroups",
     "their_limits",
+    "point_to_point",
     "objects",
     "eager_training",
     "ddp",
@@ -89,6 +91,7 @@ ALL_THEIRS = [
     "dtensor",
     "tensor_parallel",
     "checkpoint",
+    "pipeline",
     "compiled_training",
 ]
 THEIRS = ALL_THEIRS if jobs.ALL else ["their_bitwise", "ddp"]

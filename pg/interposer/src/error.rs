@@ -152,6 +152,14 @@ pub enum InterposeError {
         /// The group's words, or the plugin's.
         why: String,
     },
+    /// A buffer that can't go to another chip, or come from one.
+    #[error("{what}: {why}")]
+    Transfer {
+        /// What was asked for.
+        what: &'static str,
+        /// Why it can't be.
+        why: String,
+    },
     /// A bug, caught before it crosses into the caller.
     #[error("podring panicked in {function}: {reason}; this is a bug")]
     Panicked {
@@ -178,6 +186,7 @@ impl InterposeError {
             InterposeError::NotSaved { .. }
             | InterposeError::Layout
             | InterposeError::Element { .. }
+            | InterposeError::Transfer { .. }
             | InterposeError::Program { .. } => 12,
             InterposeError::Panicked { .. } | InterposeError::Failed { .. } => 13,
             InterposeError::Plugin { .. } | InterposeError::NoPlugin { .. } => 14,
@@ -219,6 +228,15 @@ pub fn give(error: &InterposeError) -> Opaque {
     let raw = Box::into_raw(Box::new(Given { message: error.to_string(), code: error.code() }));
     GIVEN.lock().insert(raw as usize);
     raw.cast()
+}
+
+/// Ends an error that [`give`] made and that no caller holds any more.
+pub fn take_back(error: Opaque) {
+    if !error.is_null() {
+        let mut args = sys::ErrorDestroy { error, ..Default::default() };
+        // SAFETY: this function's arguments.
+        unsafe { destroy((&raw mut args).cast()) };
+    }
 }
 
 fn ours<'a>(error: Opaque) -> Option<&'a Given> {

@@ -25,6 +25,7 @@ mod settings;
 mod step;
 mod sys;
 mod table;
+mod transfers;
 mod wire;
 
 use std::ffi::c_void;

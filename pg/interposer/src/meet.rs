@@ -13,9 +13,35 @@ use crate::step::{Array, Step, What};
 /// The group whose members are the job's ranks, and groups of some of them.
 struct World {
     group: ProcessGroup,
-    /// By members, and whether for programs that podring's own engine launches: it does so on threads of its own, so that
-    /// their order among a framework's programs may be another on every rank.
-    parts: HashMap<(Vec<u32>, bool), ProcessGroup>,
+    parts: HashMap<(Vec<u32>, Use), ProcessGroup>,
+}
+
+/// What a group is for: each use has groups of its own, whose operations have an order of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Use {
+    /// A framework's programs.
+    Programs,
+    /// Programs that podring's own engine launches: it does so on threads of its own, so that their order among a
+    /// framework's programs may be another on every rank.
+    Launched,
+    /// Buffers that go from chip to chip.
+    Transfers,
+}
+
+impl Use {
+    fn name(self) -> &'static str {
+        match self {
+            Use::Programs => "programs",
+            Use::Launched => "launched",
+            Use::Transfers => "transfers",
+        }
+    }
+}
+
+impl From<Option<&Launching>> for Use {
+    fn from(launch: Option<&Launching>) -> Use {
+        if launch.is_some() { Use::Launched } else { Use::Programs }
+    }
 }
 
 static WORLD: Mutex<Option<World>> = Mutex::new(None);
@@ -38,26 +64,26 @@ pub fn end_world(group: &ProcessGroup) {
 
 /// The group of these ranks: made at the first program that needs it, with nobody waiting for anybody. Never the lent
 /// group itself: its own operations have an order of their own.
-fn group_of(members: &[u32], launched: bool) -> Result<ProcessGroup, InterposeError> {
+fn group_of(members: &[u32], what_for: Use) -> Result<ProcessGroup, InterposeError> {
     let mut world = WORLD.lock();
     let world = world.as_mut().ok_or(InterposeError::NoWorld)?;
-    let key = (members.to_vec(), launched);
+    let key = (members.to_vec(), what_for);
     if let Some(part) = world.parts.get(&key) {
         return Ok(part.clone());
     }
     let failed =
         |error: podring_group::Error| InterposeError::Failed { what: "forming a group", why: error.to_string() };
     let names: Vec<String> = members.iter().map(u32::to_string).collect();
-    let kind = if launched { "launched" } else { "programs" };
-    let part = world.group.part_named(&format!("/{kind}[{}]", names.join(",")), members).map_err(failed)?;
+    let name = format!("/{}[{}]", what_for.name(), names.join(","));
+    let part = world.group.part_named(&name, members).map_err(failed)?;
     world.parts.insert(key, part.clone());
     Ok(part)
 }
 
 /// The group of all ranks, in order.
-fn everybody(launched: bool) -> Result<ProcessGroup, InterposeError> {
+pub fn everybody(what_for: Use) -> Result<ProcessGroup, InterposeError> {
     let size = WORLD.lock().as_ref().map(|world| world.group.size()).ok_or(InterposeError::NoWorld)?;
-    group_of(&(0..size).collect::<Vec<u32>>(), launched)
+    group_of(&(0..size).collect::<Vec<u32>>(), what_for)
 }
 
 /// Waits for an operation of the fabric's, unless the launch that it is part of is stopped.
@@ -82,11 +108,11 @@ fn finish(work: &Work, group: &ProcessGroup, launch: Option<&Launching>) -> Resu
 }
 
 /// Tells the others that this rank can't do its part in a collective, so that they don't wait for it.
-pub fn refuse(rank: u32, step: &Step, launched: bool, why: &str) {
+pub fn refuse(rank: u32, step: &Step, what_for: Use, why: &str) {
     let group = match &step.what {
-        What::Permute(_) => everybody(launched),
+        What::Permute(_) => everybody(what_for),
         _ => match step.group_of(rank) {
-            Some((members, _)) => group_of(members, launched),
+            Some((members, _)) => group_of(members, what_for),
             None => return,
         },
     };
@@ -109,7 +135,7 @@ pub fn meet(
     let failed = |error: podring_group::Error| InterposeError::Failed { what: "a collective", why: error.to_string() };
     let (limit, mark) = (launch.map(Launching::left), launch.map_or(0, |launch| launch.mark));
     if let What::Permute(pairs) = &step.what {
-        let group = everybody(launch.is_some())?;
+        let group = everybody(launch.into())?;
         let array = &step.inputs[0];
         let count = array.dims.iter().map(|&dim| dim as usize).product();
         let one = |kind, data: *mut u8| {
@@ -135,7 +161,7 @@ pub fn meet(
     let Some((members, _)) = step.group_of(rank) else {
         return Err(InterposeError::Failed { what: "a collective", why: format!("rank {rank} is in no group of it") });
     };
-    let group = group_of(members, launch.is_some())?;
+    let group = group_of(members, launch.into())?;
     let run = |collective| {
         let work = group.post_marked(collective, limit, mark).map_err(failed)?;
         finish(&work, &group, launch)
@@ -143,7 +169,7 @@ pub fn meet(
     if step.what == What::Ragged {
         let done = ragged(step, members.len(), inputs, outputs[0], &run);
         // The first reason stands, so that what the group itself has failed of is not put otherwise.
-        return done.inspect_err(|error| refuse(rank, step, launch.is_some(), &error.to_string()));
+        return done.inspect_err(|error| refuse(rank, step, launch.into(), &error.to_string()));
     }
     match step.collective(members.len(), inputs, outputs) {
         Some(collective) => run(collective),

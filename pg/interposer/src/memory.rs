@@ -52,7 +52,8 @@ pub const fn element_type(dtype: DType) -> Option<c_int> {
     })
 }
 
-fn dtype(element: c_int) -> Option<DType> {
+/// The element type of a `PJRT_Buffer_Type`, if collectives know it.
+pub(crate) fn dtype(element: c_int) -> Option<DType> {
     DType::ALL.iter().copied().find(|&dtype| element_type(dtype) == Some(element))
 }
 
@@ -88,7 +89,7 @@ pub unsafe fn of_buffer(buffer: *mut c_void) -> Result<Memory, Refusal> {
         wait(on, buffer)?;
         let mut layout = sys::BufferGetMemoryLayout { buffer, ..Default::default() };
         on.forward(&mut layout)?;
-        if !row_major(&layout) {
+        if !row_major(&layout.layout) {
             return Err(InterposeError::Layout.into());
         }
         let mut element = sys::BufferElementType { buffer, ..Default::default() };
@@ -112,7 +113,8 @@ fn wait(on: &Interposed, buffer: Opaque) -> Result<(), Fault> {
     waited
 }
 
-fn row_major(layout: &sys::BufferGetMemoryLayout) -> bool {
+/// Whether elements lie dense in row-major order.
+pub(crate) fn row_major(layout: &sys::MemoryLayout) -> bool {
     const TILED: c_int = 0;
     if layout.kind != TILED || layout.num_tiles != 0 {
         return false;

@@ -301,7 +301,7 @@ impl Programs {
     ) -> Result<(), Fault> {
         let known = self.loaded.read().get(&(args.executable as usize)).cloned();
         let Some(known) = known else { return on.forward(args) };
-        let tell = |step: &Step, why: &str| refuse(seen.rank(), step, launching().is_some(), why);
+        let tell = |step: &Step, why: &str| refuse(seen.rank(), step, launching().as_deref().into(), why);
         match &known.how {
             How::Whole(plan) => {
                 let ready = prepare(plan, args).inspect_err(|error| tell(&plan.step, &error.to_string()))?;

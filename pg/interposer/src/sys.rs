@@ -137,6 +137,39 @@ arguments! {
     }
     EventDestroy = 5 "Event_Destroy" { ; event: Opaque }
     EventAwait = 8 "Event_Await" { ; event: Opaque }
+    EventOnReady = 9 "Event_OnReady" {
+        event: Opaque, callback: Option<unsafe extern "C" fn(Opaque, *mut c_void)>; argument: *mut c_void
+    }
+    DeviceDefaultMemory = 33 "Device_DefaultMemory" { device: Opaque; memory: Opaque }
+    BufferDimensions = 60 "Buffer_Dimensions" { buffer: Opaque, dims: *const i64; num_dims: usize }
+    BufferToHost = 70 "Buffer_ToHostBuffer" {
+        buffer: Opaque, layout: *const MemoryLayout, memory: *mut c_void, size: usize; event: Opaque
+    }
+    TransferDestroy = 101 "AsyncHostToDeviceTransferManager_Destroy" { ; manager: Opaque }
+    TransferData = 102 "AsyncHostToDeviceTransferManager_TransferData" {
+        manager: Opaque,
+        index: c_int,
+        data: *const c_void,
+        offset: i64,
+        size: i64,
+        is_last: bool;
+        event: Opaque
+    }
+    ClientCreateLater = 103 "Client_CreateBuffersForAsyncHostToDevice" {
+        client: Opaque,
+        shapes: *const ShapeSpec,
+        num_shapes: usize,
+        layouts: Opaque,
+        num_layouts: usize,
+        memory: Opaque;
+        manager: Opaque
+    }
+    TransferRetrieve = 104 "AsyncHostToDeviceTransferManager_RetrieveBuffer" {
+        manager: Opaque, index: c_int; buffer: Opaque
+    }
+    TransferFail = 108 "AsyncHostToDeviceTransferManager_SetBufferError" {
+        manager: Opaque, index: c_int, code: c_int, message: *const c_char; message_size: usize
+    }
     LoadedExecutableDestroy = 50 "LoadedExecutable_Destroy" { ; executable: Opaque }
     LoadedExecutableExecute = 55 "LoadedExecutable_Execute" {
         executable: Opaque,
@@ -151,19 +184,7 @@ arguments! {
     BufferDestroy = 58 "Buffer_Destroy" { ; buffer: Opaque }
     BufferReadyEvent = 72 "Buffer_ReadyEvent" { buffer: Opaque; event: Opaque }
     BufferElementType = 59 "Buffer_ElementType" { buffer: Opaque; element_type: c_int }
-    BufferGetMemoryLayout = 63 "Buffer_GetMemoryLayout" {
-        buffer: Opaque,
-        layout_size: usize,
-        layout_extension: Opaque,
-        tiled_size: usize,
-        tiled_extension: Opaque,
-        minor_to_major: *const i64,
-        minor_to_major_size: usize,
-        tile_dims: *const i64,
-        tile_dim_sizes: *const usize,
-        num_tiles: usize;
-        kind: c_int
-    }
+    BufferGetMemoryLayout = 63 "Buffer_GetMemoryLayout" { buffer: Opaque; layout: MemoryLayout }
     BufferOnDeviceSize = 64 "Buffer_OnDeviceSizeInBytes" { buffer: Opaque; bytes: usize }
     BufferUnsafePointer = 73 "Buffer_UnsafePointer" { buffer: Opaque; pointer: usize }
     ClientCreateView = 93 "Client_CreateViewOfDeviceBuffer" {
@@ -210,6 +231,32 @@ unsafe impl Arguments for DeserializeWithOptions {
     const SLOT: usize = ExecutableDeserializeAndLoad::SLOT;
     const NAME: &'static str = ExecutableDeserializeAndLoad::NAME;
     const LEN: usize = size_of::<DeserializeWithOptions>();
+}
+
+/// How a buffer's elements lie in memory.
+#[repr(C)]
+pub struct MemoryLayout {
+    pub struct_size: usize,
+    pub extension_start: Opaque,
+    pub tiled_size: usize,
+    pub tiled_extension: Opaque,
+    pub minor_to_major: *const i64,
+    pub minor_to_major_size: usize,
+    pub tile_dims: *const i64,
+    pub tile_dim_sizes: *const usize,
+    pub num_tiles: usize,
+    /// 0 tiled, 1 strides: then the fields above are others.
+    pub kind: c_int,
+}
+
+/// Shape and element type of a buffer to come.
+#[repr(C)]
+pub struct ShapeSpec {
+    pub struct_size: usize,
+    pub extension_start: Opaque,
+    pub dims: *const i64,
+    pub num_dims: usize,
+    pub element_type: c_int,
 }
 
 /// A program on its way in.
@@ -286,6 +333,8 @@ mod tests {
         assert_eq!(ExecutableSerialize::LEN, 56);
         // The layout is a struct within, whose padding the header counts.
         assert_eq!(size_of::<BufferGetMemoryLayout>(), 104);
+        assert_eq!((size_of::<MemoryLayout>(), size_of::<ShapeSpec>()), (80, 40));
+        assert_eq!((TransferData::LEN, ClientCreateLater::LEN, TransferFail::LEN), (64, 72, 48));
         assert_eq!(ClientCreateView::LEN, 112);
         assert_eq!(size_of::<NamedValue>(), 56);
     }

@@ -14,7 +14,7 @@ use crate::error::{self, Fault, InterposeError};
 use crate::presented::{self, Presented};
 use crate::settings::{Settings, Wrapped};
 use crate::sys::{self, Arguments, Entry, Opaque, TableHead};
-use crate::{host_memory, the_table};
+use crate::{host_memory, the_table, transfers};
 
 /// The oldest minor version of the interface that was tried.
 const OLDEST_MINOR: i32 = 81;
@@ -70,7 +70,7 @@ impl Interposed {
             presented::install(&mut interposed);
             // SAFETY: our own copy, not shared yet.
             let head = unsafe { interposed.table.as_mut() };
-            head.extension_start = host_memory::extension(head.extension_start);
+            head.extension_start = transfers::extension(host_memory::extension(head.extension_start));
         }
         Ok(interposed)
     }
@@ -251,8 +251,7 @@ unsafe fn copy(original: NonNull<TableHead>) -> NonNull<TableHead> {
 
 /// The entry of every overridden function but those of errors.
 unsafe extern "C" fn enter<H: Handler>(args: *mut c_void) -> Opaque {
-    let outcome = catch_unwind(AssertUnwindSafe(|| {
-        let Some(on) = the_table() else { return Ok(()) };
+    guarded(H::Args::NAME, |on| {
         // SAFETY: every arguments struct starts with its size.
         let size = unsafe { args.cast::<usize>().read() };
         if size < H::Args::LEN {
@@ -261,7 +260,12 @@ unsafe extern "C" fn enter<H: Handler>(args: *mut c_void) -> Opaque {
         }
         // SAFETY: this slot's arguments, long enough by the check above, and the caller's for the call.
         H::handle(on, unsafe { &mut *args.cast::<H::Args>() })
-    }));
+    })
+}
+
+/// Runs `act`; what goes wrong, a panic too, becomes a `PJRT_Error`.
+pub fn guarded(function: &'static str, act: impl FnOnce(&'static Interposed) -> Result<(), Fault>) -> Opaque {
+    let outcome = catch_unwind(AssertUnwindSafe(|| the_table().map_or(Ok(()), act)));
     match outcome {
         Ok(Ok(())) => std::ptr::null_mut(),
         Ok(Err(Fault::Theirs(error))) => error,
@@ -269,7 +273,7 @@ unsafe extern "C" fn enter<H: Handler>(args: *mut c_void) -> Opaque {
         Err(panic) => {
             let said = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(|s| &**s));
             let reason = said.unwrap_or("no message").to_owned();
-            error::give(&InterposeError::Panicked { function: H::Args::NAME, reason })
+            error::give(&InterposeError::Panicked { function, reason })
         }
     }
 }

@@ -75,10 +75,19 @@ def program_collectives() -> None:
             options.group_id = "podring-programs"
             _world[:] = [_register.face().create(options)]
             _register.face().lend_world(_world[0])
-        return theirs(store, rank, size, timeout)
+        return theirs(one_message_one_descriptor(store), rank, size, timeout)
 
     for name in ("tpu_dist", "tpu"):
         dist.Backend.register_backend(name, create, devices=["tpu"])
+
+
+def one_message_one_descriptor(store: Any) -> Any:
+    """Messages between two ranks of torch_tpu's process group (0.2.0) find each other by one key of the store, in which
+    a sender that is ahead reads the receive before. With this store each reads its own.
+    """
+    from podring import _register
+
+    return _register.face().ordered_store(store)
 
 
 def launch_environment(slice_name: str) -> None:
