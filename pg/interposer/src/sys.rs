@@ -334,7 +334,7 @@ mod tests {
         // The layout is a struct within, whose padding the header counts.
         assert_eq!(size_of::<BufferGetMemoryLayout>(), 104);
         assert_eq!((size_of::<MemoryLayout>(), size_of::<ShapeSpec>()), (80, 40));
-        assert_eq!((TransferData::LEN, ClientCreateLater::LEN, TransferFail::LEN), (64, 72, 48));
+        assert_eq!((TransferData::LEN, ClientCreateLater::LEN, TransferFail::LEN), (72, 72, 48));
         assert_eq!(ClientCreateView::LEN, 112);
         assert_eq!(size_of::<NamedValue>(), 56);
     }
