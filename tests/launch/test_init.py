@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -53,6 +54,47 @@ def init(world: int | None = None, seconds: float = 5.0, suffix: str = "") -> No
         world_size=world or int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=seconds),
     )
+
+
+def test_forming_groups_opens_no_connection_to_the_store() -> None:
+    """A TCPStore's costs lookups of names on both sides, which take their time, and seconds if one is lost."""
+
+    def connections(port: int) -> int:
+        lines = [
+            line for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+        ]
+        mine = {os.readlink(entry).removeprefix("socket:[").removesuffix("]") for entry in sockets()}
+        fields = [line.split() for line in lines]
+        return sum(int(one[2].rpartition(":")[2], 16) == port and one[9] in mine for one in fields)
+
+    def sockets() -> list[Path]:
+        return [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink() and is_socket(entry)]
+
+    def is_socket(entry: Path) -> bool:
+        try:
+            return os.readlink(entry).startswith("socket:")
+        except FileNotFoundError:  # the listing's own
+            return False
+
+    def body() -> list[int]:
+        rank = int(os.environ["RANK"])
+        place = Path(os.environ["STORE_FILE"] + ".port")
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            place.with_suffix(".new").write_text(str(store.port))
+            place.with_suffix(".new").rename(place)
+        else:
+            while not place.exists():
+                time.sleep(0.01)
+            store = dist.TCPStore("127.0.0.1", int(place.read_text()), is_master=False)
+        counts = [connections(store.port)]
+        dist.init_process_group(BACKEND, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+        counts.append(connections(store.port))
+        dist.all_reduce(torch.ones(1), group=harness.new_group([0, 1]))
+        return [*counts, connections(store.port)]
+
+    for counts in harness.run(body, 2, init=False, timeout=60):
+        assert counts == [1, 1, 1], counts
 
 
 def test_missing_rank_is_named() -> None:
