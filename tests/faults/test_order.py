@@ -193,6 +193,36 @@ def test_ranks_leave_when_their_part_is_done() -> None:
     assert run(body, 12, rank_env=lambda rank: {"PODRING_HOST_ID": f"h{rank % 3}"}) == [True] * 12
 
 
+def test_ranks_leave_before_a_slow_one_has_begun() -> None:
+    """What a rank has sent is good, also where the others come to need it only after they have heard that it left."""
+
+    def body() -> list[str]:
+        wrong = []
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        for root in range(ranks):
+            for slow in range(ranks):
+                store = f"file://{os.environ['STORE_FILE']}{root}{slow}"
+                dist.init_process_group(
+                    harness.BACKEND, init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
+                )
+                tensor = torch.full((100_651,), rank == slow)
+                dist.barrier()
+                if rank == slow:
+                    time.sleep(0.1)
+                try:
+                    dist.reduce(tensor, root)
+                    if rank == root and not tensor.all():
+                        wrong.append(f"root {root}, slow {slow}: another result")
+                except dist.DistBackendError as error:
+                    wrong.append(f"root {root}, slow {slow}: {error}")
+                dist.destroy_process_group()
+        return wrong
+
+    hosts = {"rank_env": lambda rank: {"PODRING_HOST_ID": f"host{rank % 2}"}}
+    assert run(body, 4, init=False, timeout=60, **hosts) == [[]] * 4
+    assert run(body, 3, init=False, timeout=60) == [[]] * 3
+
+
 def test_groups_made_in_another_order() -> None:
     """Rank 1 calls new_group for the same groups the other way round, so that torch gives them other names: an error on
     every rank in time, no sum over other members."""

@@ -163,7 +163,8 @@ impl Engine {
         if let Kind::Recv { from: None, .. } = op.kind {
             return self.nobody_left(channel);
         }
-        op.still_needs(rank)
+        let (channel, seq) = (op.channel, op.seq);
+        op.still_needs(rank, |key| self.came(&MatchKey { endpoint, channel, seq, key }))
     }
 
     /// All other members are gone.

@@ -26,6 +26,11 @@ const WIDE_WINDOW: usize = 16;
 const LANE_BITS: u32 = 24;
 const TAG_BITS: u32 = 20;
 
+/// Tells a message from an operation's others.
+fn message_key(part: u32, lane: u32, tag: u32) -> u64 {
+    (u64::from(part) << LANE_BITS | u64::from(lane)) << TAG_BITS | u64::from(tag)
+}
+
 /// Plain memory of each block: address and elements.
 pub(crate) type Blocks = SmallVec<[(*mut u8, usize); 8]>;
 
@@ -103,22 +108,24 @@ impl Op {
     }
 
     /// Whether a step still to come exchanges something with `rank`. Messages under way are not counted.
-    pub fn still_needs(&self, rank: u32) -> bool {
-        let names = |step: &Step| match step {
+    /// `came` tells of a message whether it is here already: of that one nothing is needed any more.
+    pub fn still_needs(&self, rank: u32, came: impl Fn(u64) -> bool) -> bool {
+        let names = |part: usize, lane: usize, step: &Step| match step {
             Step::Send { to, .. } => *to == rank,
-            Step::Recv { from, .. } => *from == rank,
+            Step::Recv { from, tag, .. } => *from == rank && !came(message_key(part as u32, lane as u32, *tag)),
             Step::Copy { .. } | Step::Reduce { .. } => false,
         };
+        let lane_needs = |part: usize, lane: usize, from: usize| {
+            let rounds = &self.parts[part].plan.schedule.lanes[lane].rounds;
+            rounds.iter().skip(from).flat_map(|round| &round.steps).any(|step| names(part, lane, step))
+        };
         let later = self.lanes.iter().filter(|lane| lane.live).any(|lane| {
-            let rounds = &self.parts[lane.part as usize].plan.schedule.lanes[lane.lane as usize].rounds;
-            let from = lane.round as usize + usize::from(lane.posted);
-            rounds.iter().skip(from).flat_map(|round| &round.steps).any(names)
+            lane_needs(lane.part as usize, lane.lane as usize, lane.round as usize + usize::from(lane.posted))
         });
         later
             || self.parts.iter().enumerate().skip(self.next_part as usize).any(|(index, part)| {
                 let from = if index == self.next_part as usize { self.next_lane as usize } else { 0 };
-                let lanes = part.plan.schedule.lanes.iter().skip(from);
-                lanes.flat_map(|lane| &lane.rounds).flat_map(|round| &round.steps).any(names)
+                (from..part.plan.schedule.lanes.len()).any(|lane| lane_needs(index, lane, 0))
             })
     }
 }
@@ -319,7 +326,7 @@ impl Engine {
             Step::Recv { from, tag, into } => (*from, *tag, into),
             Step::Copy { .. } | Step::Reduce { .. } => return true,
         };
-        let message = (u64::from(lane.part) << LANE_BITS | u64::from(lane.lane)) << TAG_BITS | u64::from(tag);
+        let message = message_key(lane.part, lane.lane, tag);
         let (data, len) = op.region(slot, region);
         op.lanes[slot as usize].outstanding += 1;
         let sends = matches!(step, Step::Send { .. });
