@@ -218,8 +218,8 @@ def test_ranks_leave_before_a_slow_one_has_begun() -> None:
                 dist.destroy_process_group()
         return wrong
 
-    hosts = {"rank_env": lambda rank: {"PODRING_HOST_ID": f"host{rank % 2}"}}
-    assert run(body, 4, init=False, timeout=60, **hosts) == [[]] * 4
+    played = run(body, 4, init=False, timeout=60, rank_env=lambda rank: {"PODRING_HOST_ID": f"host{rank % 2}"})
+    assert played == [[]] * 4
     assert run(body, 3, init=False, timeout=60) == [[]] * 3
 
 
