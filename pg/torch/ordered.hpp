@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "store.hpp"
+
 namespace podring {
 
 // A receive of torch_tpu's process group (0.2.0) writes where it can be found to a key of the store, the same one for
@@ -53,7 +55,7 @@ class OrderedStore final : public c10d::PrefixStore {
   static c10::intrusive_ptr<c10d::Store> over(const c10::intrusive_ptr<c10d::Store>& store) {
     auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
     if (prefixed == nullptr) return store;
-    return c10::make_intrusive<OrderedStore>(Peek::prefix(*prefixed), prefixed->getUnderlyingStore());
+    return c10::make_intrusive<OrderedStore>(prefix_of(*prefixed), prefixed->getUnderlyingStore());
   }
 
   OrderedStore(std::string prefix, c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Rows> rows = {})
@@ -92,10 +94,6 @@ class OrderedStore final : public c10d::PrefixStore {
   }
 
  private:
-  struct Peek : c10d::PrefixStore {
-    static const std::string& prefix(const c10d::PrefixStore& store) { return store.*(&Peek::prefix_); }
-  };
-
   void forget(const std::vector<std::string>& keys, const std::vector<std::string>& here) {
     for (size_t i = 0; i < keys.size(); ++i) {
       if (here[i] != keys[i]) deleteKey(here[i]);

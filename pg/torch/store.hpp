@@ -14,6 +14,14 @@
 
 namespace podring {
 
+// The prefix of a store, which c10d keeps to itself.
+inline const std::string& prefix_of(const c10d::PrefixStore& store) {
+  struct Peek : c10d::PrefixStore {
+    static const std::string& prefix(const c10d::PrefixStore& store) { return store.*(&Peek::prefix_); }
+  };
+  return Peek::prefix(store);
+}
+
 // Connections of podring's own to users' stores, so that later a blocking call of the user's on the same client can't
 // hold ours up. One connection per store and process: a thousand groups must not add a thousand sockets.
 class StoreConnections {
@@ -70,15 +78,11 @@ class StoreAdapter {
  private:
   explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store) : base_(store) {
     while (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) {
-      prefixes_.push_back(Peek::prefix(*prefixed));
+      prefixes_.push_back(prefix_of(*prefixed));
       store = prefixed->getUnderlyingStore();
     }
     base_ = StoreConnections::Weak(store);
   }
-
-  struct Peek : c10d::PrefixStore {
-    static const std::string& prefix(const c10d::PrefixStore& store) { return store.*(&Peek::prefix_); }
-  };
 
   static c10d::Store*& given() {
     static thread_local c10d::Store* here = nullptr;

@@ -122,8 +122,10 @@ pub unsafe extern "C" fn receive(args: *mut Receive) -> Opaque {
         let size = unsafe { args.cast::<usize>().read() };
         // A longer one is newer, or version 1's, which is another altogether and longer than any.
         if !(size_of::<Receive>()..size_of::<Receive>() + 16).contains(&size) {
-            let expected = size_of::<Receive>();
-            return Err(InterposeError::ShortArguments { function: FUNCTION, got: size, expected }.into());
+            let (what, expected) = ("a receive of a buffer", size_of::<Receive>());
+            let why =
+                format!("expected {expected} bytes of arguments, got {size}: of another version of the extension");
+            return Err(InterposeError::Transfer { what, why }.into());
         }
         // SAFETY: called through the extension, so with its arguments, of this version by the check above.
         unsafe { receive_all(on, &mut *args) }
