@@ -93,7 +93,7 @@ impl Line {
         Ok(())
     }
 
-    /// Reads what is there without waiting; `false` at the end.
+    /// Reads what is there without waiting; `false` at the end, also if the peer hasn't read all it was sent.
     pub(super) fn read_into(&self, inbox: &mut Inbox) -> io::Result<bool> {
         loop {
             let have = inbox.bytes.len();
@@ -102,7 +102,7 @@ impl Line {
             let got = got.map(|(got, _)| got);
             inbox.bytes.truncate(have + *got.as_ref().unwrap_or(&0));
             match got {
-                Ok(0) => return Ok(false),
+                Ok(0) | Err(Errno::CONNRESET) => return Ok(false),
                 // One burst at a time, so that nobody can fill the memory.
                 Ok(_) if inbox.bytes.len() > inbox.limit => return Ok(true),
                 Ok(_) => {}

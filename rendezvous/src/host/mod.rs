@@ -193,8 +193,9 @@ impl Seat {
         let began = Instant::now();
         let mut ready = Some(ready);
         let mut why = "nobody listens".to_owned();
-        // When this rank first lost an agent that had the coordinator, which has no successor but in a new life of the job.
-        let mut orphaned: Option<Instant> = None;
+        // When and how this rank first lost an agent that had the coordinator, which has no successor but in a new life
+        // of the job.
+        let mut orphaned: Option<(Instant, String)> = None;
         loop {
             let place = match role {
                 Role::Coordinator(coordinator) => {
@@ -235,20 +236,29 @@ impl Seat {
                 },
             };
             if let Some(line) = line {
-                match sit(line, joining, began, &mut ask)? {
-                    Ok((shared, world)) => return Seat::new(shared, world, agent),
+                match sit(line, joining, began, &mut ask) {
+                    Ok(Ok((shared, world))) => return Seat::new(shared, world, agent),
                     // Its process ended, or its world is an earlier one: there will be another agent.
-                    Err(how) => {
+                    Ok(Err(how)) => {
+                        if matches!(role, Role::Guest) && orphaned.is_none() {
+                            orphaned = Some((Instant::now(), how.clone()));
+                        }
                         why = how;
-                        orphaned = orphaned.or_else(|| matches!(role, Role::Guest).then(Instant::now));
+                    }
+                    Err(error) => {
+                        if let Some(agent) = agent {
+                            // It tells this rank and the others in turn; this process may end as soon as it knows.
+                            let _ = agent.recv_timeout(LEAVING);
+                        }
+                        return Err(error);
                     }
                 }
             }
-            if orphaned.is_some_and(|since| since.elapsed() >= ANSWER) {
-                return Err(SeatError::Ended { why });
-            }
-            if began.elapsed() >= joining.timeout + ANSWER {
-                return Err(SeatError::NoAgent { waited: began.elapsed(), why });
+            let out_of_time = began.elapsed() >= joining.timeout + ANSWER;
+            match orphaned {
+                Some((since, why)) if out_of_time || since.elapsed() >= ANSWER => return Err(SeatError::Ended { why }),
+                None if out_of_time => return Err(SeatError::NoAgent { waited: began.elapsed(), why }),
+                kept => orphaned = kept,
             }
             answer(ask())?;
             std::thread::sleep(AGAIN);
@@ -504,3 +514,7 @@ impl Shared {
         listen(&notice);
     }
 }
+
+#[cfg(test)]
+#[path = "seat_tests.rs"]
+mod tests;
