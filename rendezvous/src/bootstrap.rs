@@ -12,7 +12,8 @@ use crate::coordinator::{Config, Coordinator, StartError};
 use crate::host::{Joining, Role, Seat, SeatError, Wait};
 use crate::secret::{BadCredential, Token};
 use crate::session::Access;
-pub use crate::settings::{BadSetting, Settings};
+pub use crate::settings::Settings;
+pub use podring_setting::BadSetting;
 
 /// Version of the published record.
 const VERSION: u32 = 1;

@@ -4,22 +4,12 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use podring_setting::{BadSetting, Variables};
+
 use crate::secret::Tls;
 
 /// The variable that says on which ports rank 0's coordinator may listen.
 const PORT: &str = "PODRING_COORDINATOR_PORT";
-
-/// A setting that can't be used.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{variable}={got:?}: expected {expected}")]
-pub struct BadSetting {
-    /// The variable.
-    pub variable: &'static str,
-    /// What it should be.
-    pub expected: &'static str,
-    /// What it is.
-    pub got: String,
-}
 
 /// How this job's coordinator is reached and trusted.
 #[derive(Clone, Debug, Default)]
@@ -41,21 +31,12 @@ pub struct Settings {
 impl Settings {
     /// Reads variables through `lookup`; one that is empty counts as not set.
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Settings, BadSetting> {
-        let text = |name: &str| lookup(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty());
+        let variables = Variables(lookup);
+        let text = |name: &str| variables.text(name);
         let path = |name: &str| text(name).map(PathBuf::from);
-        let coordinator = text("PODRING_COORDINATOR");
-        if let Some(got) = coordinator.as_ref().filter(|got| crate::session::split_endpoint(got).is_none()) {
-            let expected = "host:port, an IPv6 literal in brackets";
-            return Err(BadSetting { variable: "PODRING_COORDINATOR", expected, got: got.clone() });
-        }
-        let ports = match text(PORT) {
-            None => None,
-            Some(got) => {
-                let expected = "a port, 0 to 65535, or a range of ports such as 29500-29507";
-                let bad = || BadSetting { variable: PORT, expected, got: got.clone() };
-                Some(ports(&got).ok_or_else(bad)?).filter(|ports| *ports.start() > 0)
-            }
-        };
+        let endpoint = |text: &str| crate::session::split_endpoint(text).map(|_| text.to_owned());
+        let coordinator = variables.read("PODRING_COORDINATOR", "host:port, an IPv6 literal in brackets", endpoint)?;
+        let ports = variables.ports(PORT)?.filter(|ports| *ports.start() > 0);
         let three = [("PODRING_TLS_CERT", "cert"), ("PODRING_TLS_KEY", "key"), ("PODRING_TLS_CA", "ca")];
         let tls = match three.map(|(name, _)| path(name)) {
             [Some(cert), Some(key), Some(ca)] => Some(Tls { ca, cert, key }),
@@ -67,16 +48,7 @@ impl Settings {
                 return Err(BadSetting { variable, expected, got: String::new() });
             }
         };
-        let silence = match text("PODRING_SILENCE_MS") {
-            None => None,
-            Some(got) => match got.parse::<u64>() {
-                Ok(ms) if ms >= 100 => Some(Duration::from_millis(ms)),
-                _ => {
-                    let expected = "milliseconds, 100 or more";
-                    return Err(BadSetting { variable: "PODRING_SILENCE_MS", expected, got });
-                }
-            },
-        };
+        let silence = variables.silence()?;
         let (token_file, tls_name) = (path("PODRING_TOKEN_FILE"), text("PODRING_TLS_NAME"));
         Ok(Settings { coordinator, ports, token_file, tls, tls_name, silence })
     }
@@ -84,18 +56,6 @@ impl Settings {
     /// Whether the job has a token, from which its secret is derived: given, or made by rank 0.
     pub fn has_token(&self) -> bool {
         self.token_file.is_some() || self.coordinator.is_none() && self.tls.is_none()
-    }
-}
-
-/// A port, or a range of them in which 0, which means any, has no place.
-fn ports(text: &str) -> Option<RangeInclusive<u16>> {
-    let number = |text: &str| text.trim().parse::<u16>().ok();
-    match text.split_once('-') {
-        None => number(text).map(|port| port..=port),
-        Some((first, last)) => {
-            let (first, last) = (number(first)?, number(last)?);
-            (0 < first && first <= last).then_some(first..=last)
-        }
     }
 }
 

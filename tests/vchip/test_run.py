@@ -18,8 +18,9 @@ from tests.vchip import jobs
 FACTS = """
     import os, torch, torch.distributed as dist
     from podring import _core
-    dist.init_process_group("tpu")
+    # Before there is a group: PJRT starts, and torch_tpu sets libtpu's variables, which the group reads.
     one = torch.ones(3, device="tpu")
+    dist.init_process_group("tpu")
     dist.all_reduce(one)
     # In one piece: both ranks write to one pipe.
     os.write(1, f"SUM {dist.get_rank()} {one.cpu().tolist()}\\n".encode())

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use podring_collective::Invalid;
 use podring_fabric::error::{Failure, HubError};
-use podring_fabric::hub::BadSetting;
 use podring_ici::engine::Failure as Of;
+use podring_setting::BadSetting;
 
 use crate::store::StoreError;
 

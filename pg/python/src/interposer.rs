@@ -6,6 +6,7 @@ use std::ffi::c_void;
 use std::panic::catch_unwind;
 use std::path::PathBuf;
 
+use podring_group::engine::Wanted;
 use podring_interposer::{Settings, Wrapped};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -64,8 +65,8 @@ fn tpu_environment() -> PyResult<HashMap<&'static str, String>> {
 fn engine() -> PyResult<&'static str> {
     let chosen = crate::settings::engine().map_err(|bad| PyValueError::new_err(bad.to_string()))?;
     Ok(match chosen {
-        crate::settings::Engine::Ici => "ici",
-        crate::settings::Engine::Fabric => "fabric",
+        Wanted::Ici => "ici",
+        Wanted::Fabric => "fabric",
     })
 }
 

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use podring_group::{
-    Address, BadSetting, Error, Failure, Forming, Kind, Membership, News, Rendezvous, Seat, Secret, Store, StoreError,
-    World,
+    Address, Error, Failure, Forming, Kind, Membership, News, Rendezvous, Seat, Secret, Store, StoreError, World,
 };
-use podring_rendezvous::bootstrap::{self, Board, BoardError, JoinError, Joined, Newcomer, Settings};
+use podring_rendezvous::bootstrap::{Board, BoardError, JoinError, Joined, Newcomer, Settings};
 use podring_rendezvous::decide::roster;
 use podring_rendezvous::environment::Launch;
 use podring_rendezvous::host::{self, Notice, SeatError};
@@ -19,19 +18,16 @@ const VERSION: u32 = 1;
 /// How default worlds form, as PODRING_RENDEZVOUS says: `coordinator` (the default), or `store`: over the launcher's
 /// store alone (`None`).
 pub fn road() -> Result<Option<Arc<dyn Rendezvous>>, Error> {
-    let variable = |name: &str| std::env::var(name).ok();
-    match variable("PODRING_RENDEZVOUS").as_deref().map(str::trim) {
-        None | Some("" | "coordinator") => {}
-        Some("store") => return Ok(None),
-        Some(got) => {
-            let expected = "coordinator or store";
-            return Err(BadSetting { variable: "PODRING_RENDEZVOUS", expected, got: got.to_owned() }.into());
-        }
-    }
-    let settings = Settings::from_lookup(variable).map_err(|bad| {
-        let bootstrap::BadSetting { variable, expected, got } = bad;
-        BadSetting { variable, expected, got }
+    let variables = crate::settings::variables();
+    let over_store = variables.read("PODRING_RENDEZVOUS", "coordinator or store", |text| match text {
+        "coordinator" => Some(false),
+        "store" => Some(true),
+        _ => None,
     })?;
+    if over_store == Some(true) {
+        return Ok(None);
+    }
+    let settings = Settings::from_lookup(variables.0)?;
     Ok(Some(Arc::new(Coordinated(settings))))
 }
 
@@ -123,7 +119,7 @@ impl Rendezvous for Coordinated {
         };
         let detail = serde_json::to_vec(&detail).map_err(|error| internal(error.to_string()))?;
         // Played hosts aren't the launcher's.
-        let played = std::env::var_os("PODRING_HOST_ID").is_some_and(|id| !id.is_empty());
+        let played = crate::settings::variables().text("PODRING_HOST_ID").is_some();
         let newcomer = Newcomer {
             board: &LauncherBoard(&**store),
             settings: &self.0,

@@ -28,7 +28,7 @@ use parking_lot::{Mutex, RwLock};
 use podring_collective::Collective;
 use rustc_hash::FxHashMap;
 
-pub use config::{BadSetting, Config};
+pub use config::Config;
 pub use endpoint::Address;
 pub use pool::Pool;
 pub use ticket::{Callback, Keep, State, Ticket};

@@ -15,6 +15,7 @@ mod across;
 mod chip;
 mod device;
 mod share;
+mod wanted;
 
 use std::{sync::Arc, time::Duration};
 
@@ -27,6 +28,7 @@ use smallvec::SmallVec;
 
 pub(crate) use across::Line;
 pub use share::{Patience, StoreShare};
+pub use wanted::Wanted;
 
 use crate::runtime::Process;
 use crate::store::Store;

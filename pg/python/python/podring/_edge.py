@@ -5,6 +5,7 @@ each fact, with its reason and the versions it was seen with. torch_tpu's own fi
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -103,10 +104,11 @@ def launch_environment(slice_name: str) -> None:
     cores = devices // (dims[0] * dims[1] * dims[2])
     shape = [*dims, cores] if cores > 1 else dims
     os.environ.setdefault("TORCH_TPU_TOPOLOGY", ",".join(map(str, shape)))
-    # As many as there are ranks; each needs to be an address of its own.
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    # Also for chips that no rank has: the rest of the job reads places and addresses as well, and takes two numbers of
+    # processes for the contradiction that they would be. Each needs to be an address of its own.
+    places = max(math.prod(shape), int(os.environ.get("WORLD_SIZE", "1")))
     os.environ.setdefault(
-        "TORCH_TPU_SLICEBUILDER_ADDRESSES", ",".join(f"localhost:{8471 + rank}" for rank in range(world))
+        "TORCH_TPU_SLICEBUILDER_ADDRESSES", ",".join(f"localhost:{8471 + place}" for place in range(places))
     )
 
 
