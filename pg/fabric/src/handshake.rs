@@ -8,7 +8,7 @@
 //! |---|---|---|
 //! | opening | [`OPENING`] | magic, job, both processes and their ranks, the caller's nonce |
 //! | reply | [`REPLY`] | magic, the called one's nonce, its MAC |
-//! | proof | [`MAC`] | the caller's MAC |
+//! | proof | [`MAC`] | the caller's MAC; [`REFUSED`] if the reply proves nothing |
 //!
 //! The MACs of the two directions have different labels, so that neither can be played back as the other. The called one
 //! proves itself first: a caller that reached a stranger says nothing that the stranger could use elsewhere.
@@ -29,6 +29,10 @@ pub const MAC: usize = 32;
 pub const OPENING: usize = 96;
 /// Bytes of a reply.
 pub const REPLY: usize = 8 + 2 * MAC;
+
+/// What a caller ends with whom the reply doesn't convince. It tells nothing of the caller's secret, and proves nothing:
+/// whoever reads it may ask for a proof.
+pub const REFUSED: [u8; MAC] = [0; MAC];
 
 const OPENING_MAGIC: [u8; 8] = *b"podring\x02";
 const REPLY_MAGIC: [u8; 8] = *b"podhere\x02";

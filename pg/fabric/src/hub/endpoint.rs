@@ -129,6 +129,8 @@ pub(crate) struct Endpoint {
     pub dead: Option<String>,
     /// It is about to be: what it still had to say is being read.
     pub ending: bool,
+    /// Who called in its name had another secret than this process.
+    pub doubted: bool,
     pub out: Out,
     pub inbound: In,
     pub items: VecDeque<Item>,
@@ -174,6 +176,7 @@ impl Endpoint {
             address: None,
             dead: None,
             ending: false,
+            doubted: false,
             out: Out::Idle,
             inbound: In::None,
             items: VecDeque::new(),

@@ -96,8 +96,9 @@ impl Engine {
         }
         // It may have been the first to give up, and have said why.
         let how = self.hear_farewell(endpoint).unwrap_or(how);
-        tracing::debug!(endpoint, how, "peer lost");
         self.hear_out(endpoint);
+        let how = self.explained(endpoint, how);
+        tracing::debug!(endpoint, how, "peer lost");
         self.say_farewell(endpoint, &how);
         self.endpoints[endpoint as usize].dead = Some(how.clone());
         // What it wrote before it died is still in the ring.

@@ -12,13 +12,14 @@ use rustix::event::epoll::{self, EventFlags};
 use rustix::io::Errno;
 use rustix::process::{PidfdFlags, Resource, getrlimit, pidfd_open};
 
-use super::super::endpoint::In;
+use super::super::endpoint::{In, Out};
 use super::super::engine::Engine;
 use super::{BUFFER, GUEST, IN, LOCAL, PIDFD, REMOTE, add, token};
 use crate::fork::Guarded;
-use crate::handshake::{self, MAC, OPENING, Opening};
+use crate::handshake::{self, MAC, OPENING, Opening, REFUSED};
 use crate::link::ring::Reader;
 use crate::link::{shm, tcp};
+use crate::wire::HubId;
 
 /// Connections that haven't proved themselves, at most; fewer where the process may have few descriptors.
 const GUESTS: usize = 4096;
@@ -273,10 +274,12 @@ impl Engine {
                         Some(false) => return Look::Stay,
                         None => return Look::Away,
                     }
-                    return match self.net.job(opening) {
-                        Ok(Some(job)) if opening.proves(&job.secret, nonce, bytes) => Look::In(*opening),
-                        _ => Look::Away,
-                    };
+                    match self.net.job(opening) {
+                        Ok(Some(job)) if opening.proves(&job.secret, nonce, bytes) => return Look::In(*opening),
+                        Ok(Some(_)) if *bytes == REFUSED => self.doubt(opening.from),
+                        _ => {}
+                    }
+                    return Look::Away;
                 }
                 Stage::Local(opened) => {
                     if opened.is_none() {
@@ -294,6 +297,7 @@ impl Engine {
                         Ok(Some(_)) => {
                             // So that a rank with another secret is told that, and not that this process has gone.
                             let _ = shm::send_refusal(&guest.socket);
+                            self.doubt(opening.from);
                             Look::Away
                         }
                         Ok(None) if tcp::is_quiet(&guest.socket) => Look::Stay,
@@ -302,6 +306,24 @@ impl Engine {
                 }
             }
         }
+    }
+
+    /// Somebody calls in a member's name and has another secret. That is no proof of anything: a call of this process's own
+    /// brings one, or finds that the member has given up and gone.
+    fn doubt(&mut self, member: HubId) {
+        let endpoint = self.endpoint(member);
+        let peer = &mut self.endpoints[endpoint as usize];
+        peer.doubted = true;
+        if peer.dead.is_none() && !peer.ending && matches!(peer.out, Out::Idle) {
+            self.open_out(endpoint, Instant::now());
+        }
+    }
+
+    /// Answers whoever has called, as far as that goes without waiting.
+    pub fn answer_callers(&mut self) {
+        self.welcome(true);
+        self.welcome(false);
+        self.look_at_guests();
     }
 
     fn admit(&mut self, guest: Guest, opening: Opening) {

@@ -14,7 +14,7 @@ use super::super::endpoint::{Out, TcpOut};
 use super::super::engine::Engine;
 use super::{OUT, STRANGERS, add, attempt_token, token};
 use crate::fork::Guarded;
-use crate::handshake::{LocalOpening, Opening, REPLY, Reply};
+use crate::handshake::{LocalOpening, Opening, REFUSED, REPLY, Reply};
 use crate::link::interfaces;
 use crate::link::ring::Writer;
 use crate::link::{shm, tcp};
@@ -27,6 +27,9 @@ const ALONE_CONNECTED: Duration = Duration::from_secs(1);
 const CONNECT: Duration = Duration::from_secs(3);
 /// How many times the time to prove oneself a connected peer may take to answer: it may not have heard of the job yet.
 const ANSWER: u32 = 3;
+
+/// How long a peer that can't be reached isn't given up: it may have ended over what other ranks have still to tell.
+pub(super) const HEARSAY: Duration = Duration::from_millis(500);
 
 /// A connection under way.
 struct Attempt {
@@ -48,6 +51,8 @@ pub(crate) struct Dial {
     attempts: Vec<Attempt>,
     failed: Vec<(SocketAddr, String)>,
     last: Instant,
+    /// Since when there is nothing left to try.
+    futile: Option<Instant>,
 }
 
 impl Dial {
@@ -90,7 +95,7 @@ impl Engine {
             }
         }
         let candidates = interfaces::candidates(&address.tcp, here, &self.net.found);
-        let dial = Dial { candidates, next: 0, attempts: Vec::new(), failed: Vec::new(), last: now };
+        let dial = Dial { candidates, next: 0, attempts: Vec::new(), failed: Vec::new(), last: now, futile: None };
         self.endpoints[endpoint as usize].out = Out::Dialing(Box::new(dial));
         self.dial_on(endpoint, now);
     }
@@ -154,6 +159,11 @@ impl Engine {
             }
         }
         if dial.attempts.is_empty() {
+            let give_up = *dial.futile.get_or_insert(now) + HEARSAY;
+            // An answer, if only a stranger's, is cause enough.
+            if now < give_up && !dial.failed.iter().any(|(_, why)| why == STRANGERS) {
+                return Some(give_up);
+            }
             let how = unreachable(&dial.failed);
             self.lose(endpoint, how);
             return None;
@@ -203,7 +213,11 @@ impl Engine {
                         self.mark_dirty(endpoint);
                         return;
                     }
-                    Some(_) => Step::Fail(STRANGERS.into()),
+                    Some(_) => {
+                        // It hears so too: this process may have ended by the time that it calls.
+                        let _ = tcp::write(&dial.attempts[position].socket, &REFUSED);
+                        Step::Fail(STRANGERS.into())
+                    }
                     None => Step::Fail("this process has left the job".into()),
                 }
             }

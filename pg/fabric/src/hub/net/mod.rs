@@ -50,6 +50,10 @@ const FAREWELL: usize = 2048;
 /// What to say when the two ends of a link don't hold the same secret.
 const STRANGERS: &str = "it doesn't hold this job's secret (have all ranks the same PODRING_TOKEN_FILE?)";
 
+/// The same of a peer that can't prove it any more.
+const DOUBTED: &str = "a call in its name and this process didn't have the same secret (have all ranks the same \
+                       PODRING_TOKEN_FILE?)";
+
 /// Jobs remembered, the newest last: more than a process is in at a time.
 const JOBS: usize = 1024;
 
@@ -190,6 +194,14 @@ impl Engine {
             self.look_at_guests();
         }
         while matches!(self.endpoints[endpoint as usize].inbound, In::Tcp { .. }) && self.read_tcp(endpoint) {}
+    }
+
+    /// How a process was lost, with what is known of its secret.
+    pub fn explained(&self, endpoint: u32, how: String) -> String {
+        match self.endpoints[endpoint as usize].doubted && !how.contains(STRANGERS) {
+            true => format!("{how}; {DOUBTED}"),
+            false => how,
+        }
     }
 
     fn out_event(&mut self, endpoint: u32, attempt: u32, flags: EventFlags) {
