@@ -56,6 +56,17 @@ pub(crate) enum Item {
 // SAFETY: the address is the operation's memory, kept alive until the send is complete or purged.
 unsafe impl Send for Item {}
 
+impl Item {
+    /// Tells the peer that messages it was offered may not be there any more.
+    pub fn takes_back(&self) -> bool {
+        match self {
+            Item::Owned { .. } => true,
+            Item::Bare(header) => header.frame == Frame::Bye,
+            Item::Eager { .. } => false,
+        }
+    }
+}
+
 /// A long message that the receiver asked for, sent piece by piece.
 pub(crate) struct Stream {
     pub send: SendKey,
@@ -214,6 +225,13 @@ impl Endpoint {
         retry_on_intr(|| poll(&mut fds, Some(&now))) != Ok(0)
     }
 
+    /// Says in shared memory that offers may be taken back, until what says which has been written.
+    pub fn withhold(&mut self) {
+        if let Out::Shm { writer, .. } = &mut self.out {
+            writer.set_withheld(true);
+        }
+    }
+
     /// Reports of failures wait to be sent.
     pub fn has_reports(&self) -> bool {
         let staged = matches!(&self.out, Out::Tcp(tcp) if tcp.written < tcp.staged.len());
@@ -292,6 +310,9 @@ impl Endpoint {
                     Some(bell) if urgent => ring(bell),
                     bell if moved => ring_bell(writer, bell.as_ref()),
                     _ => {}
+                }
+                if writer.withheld() && !self.items.iter().any(Item::takes_back) {
+                    writer.set_withheld(false);
                 }
                 Ok(moved)
             }

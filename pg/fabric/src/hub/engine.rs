@@ -275,6 +275,9 @@ impl Engine {
     pub fn push_item(&mut self, endpoint: u32, item: Item) {
         let peer = &mut self.endpoints[endpoint as usize];
         if peer.dead.is_none() {
+            if item.takes_back() {
+                peer.withhold();
+            }
             peer.items.push_back(item);
             self.mark_dirty(endpoint);
         }

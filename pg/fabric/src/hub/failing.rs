@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use super::Hub;
 use super::channel::{Answer, Channel, Inquest};
 use super::endpoint::{Endpoint, In, OpKey, Out, RecvKey, SendKey};
-use super::engine::{BURST, Engine, MatchKey, OWNED_LIMIT, Stage};
+use super::engine::{BURST, Engine, MatchKey, OWNED_LIMIT, Sending, Stage};
 use super::play::Op;
 use crate::error::Failure;
 use crate::wire::{ANSWER, Frame, Header, HubId, NOT_YET};
@@ -209,9 +209,11 @@ impl Engine {
             channel.inquest = Some(Inquest { failure: failure.clone(), seq, rows, until: Instant::now() + INQUEST });
             self.inquests += 1;
         }
-        if tell || called.is_some() {
+        // Who told this rank has told the others too, who may hear of it later than they read what this one offered.
+        let concerned = if tell || called.is_some() { peers } else { self.offered(id) };
+        if !concerned.is_empty() {
             let report = report(&failure);
-            for &endpoint in &peers {
+            for &endpoint in &concerned {
                 // Everybody with a table to fill spreads it: the first report may have gone to some only.
                 self.push_owned(endpoint, Header::new(Frame::Abort, id), &report);
                 if let (Some(seq), Some(called)) = (seq, &called) {
@@ -224,6 +226,21 @@ impl Engine {
         } else if called.is_none() {
             self.end_channel(id, failure);
         }
+    }
+
+    /// The processes that have yet to read what this one offered them in a channel.
+    pub fn offered(&self, id: u64) -> SmallVec<[u32; 8]> {
+        let of_channel = |sending: &&Sending| self.ops.get(sending.op).is_some_and(|op| op.channel == id);
+        let mut offered: SmallVec<[u32; 8]> = self
+            .sends
+            .values()
+            .filter(|sending| !sending.declined)
+            .filter(of_channel)
+            .map(|one| one.endpoint)
+            .collect();
+        offered.sort_unstable();
+        offered.dedup();
+        offered
     }
 
     /// Another failure of a channel that gathers its table: the one that tells more of the cause stays.

@@ -11,6 +11,16 @@ use crate::error::{Extent, Failure};
 use crate::link::shm;
 use crate::wire::{DECLINED, Frame, HEADER, Header, NOT_YET, POINT_TO_POINT};
 
+/// What is known of an offer whose memory has been read.
+enum Offer {
+    /// It was what was offered.
+    Stands,
+    /// It may have been taken back: the peer is about to say.
+    InDoubt,
+    /// It was taken back, or isn't wanted any more.
+    Gone,
+}
+
 impl Engine {
     /// Reads frames from an endpoint's ring.
     pub fn read_ring(&mut self, endpoint: u32, burst: usize) -> bool {
@@ -59,9 +69,11 @@ impl Engine {
             }
             Frame::Clear => {
                 let send = SendKey::from(KeyData::from_ffi(header.cookie));
-                if let Some(sending) = self.sends.get(send)
-                    && sending.endpoint == endpoint
-                {
+                let Some(sending) = self.sends.get(send).filter(|sending| sending.endpoint == endpoint) else { return };
+                if self.ops.get(sending.op).is_none_or(|op| op.failed) {
+                    // It was told so before it asked, or is about to be.
+                    self.send_declined(send);
+                } else {
                     let stream = Stream {
                         send,
                         data: sending.data,
@@ -453,11 +465,17 @@ impl Engine {
                 receiving.got += bytes;
                 if receiving.got < receiving.len {
                     self.pulls.push_back(recv);
-                } else if self.still_offered(recv) {
-                    self.recvs.remove(recv);
-                    let channel = self.ops.get(op).map_or(0, |op| op.channel);
-                    self.ack(endpoint, channel, cookie);
-                    self.message_done(op, lane);
+                } else {
+                    match self.offer(recv) {
+                        Offer::Stands => {
+                            self.recvs.remove(recv);
+                            let channel = self.ops.get(op).map_or(0, |op| op.channel);
+                            self.ack(endpoint, channel, cookie);
+                            self.message_done(op, lane);
+                        }
+                        Offer::InDoubt => self.pulls.push_back(recv),
+                        Offer::Gone => {}
+                    }
                 }
             }
             Err(Errno::PERM) => {
@@ -466,11 +484,11 @@ impl Engine {
                 self.unreadable(recv, addr, cookie);
             }
             Ok(_) | Err(Errno::SRCH) => self.lose(endpoint, "its process ended".into()),
-            Err(errno) => {
-                if self.still_offered(recv) {
-                    self.lose(endpoint, format!("its memory can't be read: {errno}"));
-                }
-            }
+            Err(errno) => match self.offer(recv) {
+                Offer::Stands => self.lose(endpoint, format!("its memory can't be read: {errno}")),
+                Offer::InDoubt => self.pulls.push_back(recv),
+                Offer::Gone => {}
+            },
         }
         true
     }
@@ -491,10 +509,15 @@ impl Engine {
 
     /// Whether what was just read of a peer's memory is what it offered. A sender that gives an operation up says so
     /// before its memory may change, and one that gives this process up closes the link; both may have happened while
-    /// this process stood still. (Not said is it only by one whose ring was full for [`super::LOOKS`].)
-    fn still_offered(&mut self, recv: RecvKey) -> bool {
-        let Some(receiving) = self.recvs.get(recv) else { return false };
+    /// this process stood still. Where the ring had no room for it, a word beside the ring says that something is to come.
+    fn offer(&mut self, recv: RecvKey) -> Offer {
+        let Some(receiving) = self.recvs.get(recv) else { return Offer::Gone };
         let (endpoint, op) = (receiving.endpoint, receiving.op);
+        // Before the ring is read, or it could be said in between.
+        let withheld = match &self.endpoints[endpoint as usize].inbound {
+            In::Shm { reader, .. } => reader.withheld(),
+            _ => false,
+        };
         // All that was in the ring when the memory had been read; more may come meanwhile.
         for _ in 0..=self.config.ring / HEADER / BURST {
             if !self.read_ring(endpoint, BURST) {
@@ -504,13 +527,17 @@ impl Engine {
         let stands = |channel: &Channel| channel.failed.is_none() && channel.inquest.is_none();
         let channel = self.ops.get(op).and_then(|op| self.channels.get(&op.channel));
         if !self.recvs.contains_key(recv) || !channel.is_some_and(stands) {
-            return false;
+            return Offer::Gone;
         }
         let peer = &self.endpoints[endpoint as usize];
         if peer.dead.is_none() && peer.has_hung_up() {
             self.lose(endpoint, "its process ended".into());
         }
-        self.endpoints[endpoint as usize].dead.is_none() && self.recvs.contains_key(recv)
+        match self.endpoints[endpoint as usize].dead.is_none() && self.recvs.contains_key(recv) {
+            true if withheld => Offer::InDoubt,
+            true => Offer::Stands,
+            false => Offer::Gone,
+        }
     }
 
     /// Offers or sends a message. `true` if its memory is free again already.

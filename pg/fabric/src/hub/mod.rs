@@ -479,3 +479,7 @@ mod tests {
         assert!(ring_for(8) >= Config::default().ring);
     }
 }
+
+#[cfg(test)]
+#[path = "offers_tests.rs"]
+mod offers_tests;

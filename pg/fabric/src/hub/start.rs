@@ -162,6 +162,11 @@ impl Engine {
         let failed = channel.failed.clone();
         let told = failed.clone().filter(|failure| !failure.has_ledger());
         let report = told.map(|failure| serde_json::to_vec(&*failure).unwrap_or_default());
+        // Before anybody here takes the memory of what was offered for free.
+        for endpoint in self.offered(id) {
+            self.endpoints[endpoint as usize].withhold();
+            self.mark_dirty(endpoint);
+        }
         self.end_channel(id, Failure::Aborted { by: None, why: "the group was destroyed".into() });
         if let Some(channel) = self.channels.remove(&id) {
             if channel.inquest.is_some() {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use crate::wire::{HEADER, Header, WireError};
 
-/// Bytes before the data: three cache lines, padded to a page.
+/// Bytes before the data: the shared words, each on lines of its own, padded to a page.
 pub const CONTROL: usize = 4096;
 
 #[repr(C, align(128))]
@@ -24,6 +24,8 @@ struct Control {
     reader_sleeps: Line<AtomicU32>,
     /// The writer sleeps and wants its bell rung when room is made.
     writer_sleeps: Line<AtomicU32>,
+    /// The writer takes something back that it has written of before, and what says so isn't in the ring yet.
+    withheld: Line<AtomicU32>,
 }
 
 /// Rounds a payload up to where the next frame starts.
@@ -64,6 +66,7 @@ pub struct Writer {
     shared: Shared,
     tail: u64,
     head_seen: u64,
+    withheld: bool,
 }
 
 impl Writer {
@@ -72,7 +75,7 @@ impl Writer {
     /// and have no other writer. `capacity` must be a power of two, at least 256.
     pub unsafe fn new(base: *mut u8, capacity: usize) -> Self {
         // SAFETY: promised by the caller.
-        Writer { shared: unsafe { Shared::new(base, capacity) }, tail: 0, head_seen: 0 }
+        Writer { shared: unsafe { Shared::new(base, capacity) }, tail: 0, head_seen: 0, withheld: false }
     }
 
     /// Payload bytes that fit into one frame now. `None` if not even an empty frame does.
@@ -118,6 +121,20 @@ impl Writer {
         fence(Ordering::SeqCst);
         let flag = &self.shared.control().reader_sleeps.0;
         flag.load(Ordering::Relaxed) != 0 && flag.swap(0, Ordering::Relaxed) != 0
+    }
+
+    /// Says whether something is taken back that the ring doesn't tell of yet: before the memory that it is about may
+    /// change, and until it does tell.
+    pub fn set_withheld(&mut self, withheld: bool) {
+        if std::mem::replace(&mut self.withheld, withheld) != withheld {
+            self.shared.control().withheld.0.store(u32::from(withheld), Ordering::Release);
+            fence(Ordering::SeqCst);
+        }
+    }
+
+    /// What [`Writer::set_withheld`] said last.
+    pub fn withheld(&self) -> bool {
+        self.withheld
     }
 
     /// Says whether the writer sleeps until room is made.
@@ -195,6 +212,13 @@ impl Reader {
     /// Whether a frame waits, without reading it.
     pub fn has_frame(&self) -> bool {
         self.tail_seen != self.head || self.shared.control().tail.0.load(Ordering::Acquire) != self.head
+    }
+
+    /// Whether the writer takes something back that the ring didn't tell of. If not, what it took back before the call is
+    /// told of by what is in the ring after it.
+    pub fn withheld(&self) -> bool {
+        fence(Ordering::SeqCst);
+        self.shared.control().withheld.0.load(Ordering::Acquire) != 0
     }
 
     /// Whether the writer must be woken for the room that was made.
