@@ -2,6 +2,7 @@
 
 mod connect;
 mod error;
+mod line;
 mod live;
 mod store;
 mod stream;

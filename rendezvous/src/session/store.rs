@@ -12,7 +12,8 @@ use tonic::{Response, Status};
 
 use super::connect::{Access, Client, Connection, call_error, connect};
 use super::error::Error;
-use super::stream::{self, Streams};
+use super::line;
+use super::stream::Streams;
 use crate::refusal::Refusal;
 use crate::{runtime, wire};
 
@@ -50,7 +51,7 @@ impl Store {
     pub fn connect_asking(access: &Access, asks: Option<Asks>) -> Result<Store, Error> {
         let began = Instant::now();
         if access.tls.is_none() {
-            let taken = stream::dial(access, asks.as_ref())?;
+            let taken = line::dial(access, asks.as_ref())?;
             let left = access.timeout.saturating_sub(began.elapsed());
             if let Some(streams) = Streams::connect(access, taken, left / 2)? {
                 return Ok(Store { link: Link::Stream(Arc::new(streams)), answer: ANSWER, asks });
