@@ -466,7 +466,7 @@ impl Shared {
             let (between, host) = match &broken {
                 Broken::Host(failure) => {
                     let numbered = failure.numbered(counterpart).unwrap_or_else(|| aborted_host(&**failure));
-                    (numbered, (**failure).clone())
+                    (numbered, elsewhere(failure).unwrap_or_else(|| aborted_host(&**failure)))
                 }
                 Broken::Device(failure) => (aborted_host(&**failure), aborted_host(&**failure)),
             };
@@ -481,11 +481,7 @@ impl Shared {
     /// Tells the whole group. Who waits for this rank in a program of the slice's hears of it by nothing else.
     fn tell(&self, broken: &Broken) {
         let why = match broken {
-            Broken::Host(failure) => match **failure {
-                HostFailure::PeerLost { .. } | HostFailure::Aborted { .. } => Ok((**failure).clone()),
-                // A table has the numbers of another channel's operations.
-                _ => Err(failure.to_string()),
-            },
+            Broken::Host(failure) => elsewhere(failure).ok_or_else(|| failure.to_string()),
             Broken::Device(failure) => Err(failure.to_string()),
         };
         let by = Some(self.touched[self.slice][self.me]);
@@ -642,6 +638,11 @@ fn aborted(failure: &dyn std::fmt::Display) -> Failure {
 }
 
 /// The same, on the host.
+/// A failure as another channel with the same ranks has it: others than these have the numbers of one channel's calls.
+fn elsewhere(failure: &HostFailure) -> Option<HostFailure> {
+    matches!(failure, HostFailure::PeerLost { .. } | HostFailure::Aborted { .. }).then(|| failure.clone())
+}
+
 fn aborted_host(failure: &dyn std::fmt::Display) -> HostFailure {
     HostFailure::Aborted { by: None, why: failure.to_string() }
 }
