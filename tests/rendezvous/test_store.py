@@ -296,9 +296,18 @@ def test_queues(stores: Stores) -> None:
 
 
 def test_every_value_of_a_queue_goes_to_one(stores: Stores) -> None:
+    # TCPStore's pop waits until there is a value and then takes one, if another client hasn't been faster (torch 2.15).
+    early = (dist.QueueEmptyError,) if stores.kind.startswith("tcp") else ()
+
     def pop(_: int) -> list[bytes]:
         store = stores.new(20)
-        return [store.queue_pop("q") for _ in range(25)]
+        values: list[bytes] = []
+        end = time.monotonic() + 20
+        while len(values) < 25:
+            assert time.monotonic() < end
+            with contextlib.suppress(*early):
+                values.append(store.queue_pop("q"))
+        return values
 
     with ThreadPoolExecutor(4) as pool:
         popped = pool.map(pop, range(4))
