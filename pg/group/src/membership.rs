@@ -21,7 +21,8 @@ pub trait Membership: Send + Sync {
 /// Membership over the launcher's store.
 pub struct StoreMembership {
     store: Arc<dyn Store>,
-    channel: u64,
+    /// Where the report is. In a slice, as it is asked for: a look allocates nothing.
+    key: [String; 1],
     epoch: u64,
 }
 
@@ -29,34 +30,35 @@ impl StoreMembership {
     /// Over `store`, which is the group's own. `channel` tells this group from one that an earlier life of the job made
     /// in the same store.
     pub fn new(store: Arc<dyn Store>, channel: u64, epoch: u64) -> Self {
-        StoreMembership { store, channel, epoch }
-    }
-
-    fn key(&self) -> String {
-        format!("podring/{:016x}/failed", self.channel)
+        StoreMembership { store, key: [format!("podring/{channel:016x}/failed")], epoch }
     }
 }
 
 impl Membership for StoreMembership {
     fn report(&self, failure: &Failure) -> Result<(), StoreError> {
-        if self.store.add(&format!("{}/count", self.key()), 1)? > 1 {
+        let [key] = &self.key;
+        if self.store.add(&format!("{key}/count"), 1)? > 1 {
             return Ok(());
         }
         let text = serde_json::to_vec(failure).map_err(|error| StoreError {
             call: "set",
-            key: self.key(),
+            key: key.clone(),
             why: error.to_string(),
         })?;
-        self.store.set(&self.key(), &text)
+        self.store.set(key, &text)
     }
 
     fn watch(&self) -> Result<Option<Failure>, StoreError> {
-        let key = self.key();
-        if !self.store.check(std::slice::from_ref(&key))? {
+        if !self.store.check(&self.key)? {
             return Ok(None);
         }
-        let text = self.store.get(&key)?;
-        serde_json::from_slice(&text).map(Some).map_err(|error| StoreError { call: "get", key, why: error.to_string() })
+        let [key] = &self.key;
+        let text = self.store.get(key)?;
+        serde_json::from_slice(&text).map(Some).map_err(|error| StoreError {
+            call: "get",
+            key: key.clone(),
+            why: error.to_string(),
+        })
     }
 
     fn epoch(&self) -> u64 {

@@ -38,18 +38,20 @@ impl Watchdog {
     }
 
     fn run(&self, hub: &Hub) {
+        // Kept from look to look, empty between them: groups that nobody else has must end.
+        let mut watched: Vec<Arc<Watched>> = Vec::new();
         loop {
             std::thread::sleep(EVERY);
-            let groups: Vec<Arc<Watched>> = {
+            {
                 let mut groups = self.groups.lock();
                 groups.1.retain(|group| group.strong_count() > 0);
                 if groups.1.is_empty() {
                     groups.0 = false;
                     return;
                 }
-                groups.1.iter().filter_map(Weak::upgrade).collect()
-            };
-            for group in groups {
+                watched.extend(groups.1.iter().filter_map(Weak::upgrade));
+            }
+            for group in watched.drain(..) {
                 look(hub, &group);
             }
         }

@@ -21,8 +21,8 @@ fn all_reduce(group: &ProcessGroup, data: &mut [f32], sync: bool) {
     group.post(collective, None, None, sync).unwrap().wait(None, || false).unwrap();
 }
 
-/// The watchdog, which looks twice a second, allocates a little in a stretch.
-const ENOUGH: u64 = 60;
+/// The test's own threads may allocate a little in a stretch.
+const ENOUGH: u64 = 20;
 
 #[test]
 fn nothing_is_allocated_per_collective() {
