@@ -160,9 +160,11 @@ fn what_waits_in_line_fails_at_its_own_deadline() {
         let world = rank.world().unwrap();
         finish(&world, barrier()).unwrap();
         if rank.rank == 1 {
-            // It never comes.
+            // It comes too late. Its part of the first call may have all that it needs by then; the second never does. (A call
+            // of anything else could be told of that instead: it may begin before the other's failure has been read.)
             heard.wait();
-            let error = finish(&world, barrier()).unwrap_err().to_string();
+            let _ = finish(&world, all_reduce(&mut [1.0f32; 4]));
+            let error = finish(&world, all_reduce(&mut [1.0f32; 5])).unwrap_err().to_string();
             assert!(error.contains("the timeout of 200 ms passed while it waited"), "{error}");
             return;
         }
