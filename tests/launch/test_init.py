@@ -87,6 +87,10 @@ def test_forming_groups_opens_no_connection_to_the_store() -> None:
             while not place.exists():
                 time.sleep(0.01)
             store = dist.TCPStore("127.0.0.1", int(place.read_text()), is_master=False)
+        # What torch tried on its way to the store may take a moment to go.
+        settled = time.monotonic() + 10
+        while connections(store.port) > 1 and time.monotonic() < settled:
+            time.sleep(0.01)
         counts = [connections(store.port)]
         dist.init_process_group(BACKEND, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
         counts.append(connections(store.port))
