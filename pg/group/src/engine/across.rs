@@ -637,12 +637,12 @@ fn aborted(failure: &dyn std::fmt::Display) -> Failure {
     Failure::Aborted { by: None, why: failure.to_string() }
 }
 
-/// The same, on the host.
 /// A failure as another channel with the same ranks has it: others than these have the numbers of one channel's calls.
 fn elsewhere(failure: &HostFailure) -> Option<HostFailure> {
     matches!(failure, HostFailure::PeerLost { .. } | HostFailure::Aborted { .. }).then(|| failure.clone())
 }
 
+/// [`aborted`], on the host.
 fn aborted_host(failure: &dyn std::fmt::Display) -> HostFailure {
     HostFailure::Aborted { by: None, why: failure.to_string() }
 }
