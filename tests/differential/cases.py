@@ -21,6 +21,7 @@ from tests.differential.data import (
     Placed,
     any_bytes,
     generator,
+    negative,
     numbers,
     part,
     place,
@@ -342,7 +343,10 @@ class Player:
             # As FSDP does it: the input is this rank's part of the output.
             rows = data[0].shape[0]
             mine = whole[self.me * rows : (self.me + 1) * rows]
-            mine.copy_(data[self.me])
+            if mine.is_neg():
+                torch._neg_view(mine).copy_(negative(data[self.me]))
+            else:
+                mine.copy_(data[self.me])
         self.add(dist.all_gather_into_tensor(whole, mine, **self.kwargs))
 
     def pair(self, source: int, target: int) -> Tensor:
@@ -466,7 +470,8 @@ class Player:
     def refused(self) -> None:
         """A reduction that the dtype hasn't: a named error at once, and the group goes on."""
         case = self.case
-        tensor = self.input(any_bytes(generator(case.number), case.shape, case.dtype))
+        values = any_bytes(generator(case.number), case.shape, case.dtype)
+        tensor = self.output(values, values)
         try:
             self.group_all_reduce(tensor)
         except ValueError as error:

@@ -114,9 +114,27 @@ def numbers(rng: np.random.Generator, shape: Sequence[int], dtype: torch.dtype, 
     return tensor.reshape(tuple(shape))
 
 
+def reals(tensor: Tensor) -> Tensor:
+    """A complex tensor's real numbers, pairs in a last dimension; a real tensor itself. A view that keeps the lazy
+    negation: torch negates real numbers by their sign, but long runs of complex ones as 0 - x, which makes of 0 a 0."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype in COMPLEX else tensor
+
+
+def resolved(tensor: Tensor) -> Tensor:
+    """The tensor, lazy conjugation and negation done to the bit."""
+    if tensor.is_neg() and tensor.dtype in COMPLEX:
+        return torch.view_as_complex(reals(tensor).resolve_neg())
+    return tensor.resolve_conj().resolve_neg()
+
+
+def negative(tensor: Tensor) -> Tensor:
+    """Its negative, to the bit."""
+    return torch.view_as_complex(reals(tensor).neg()) if tensor.dtype in COMPLEX else tensor.neg()
+
+
 def raw(tensor: Tensor) -> Tensor:
     """The elements' bytes in logical order, lazy conjugation and negation done."""
-    flat = tensor.resolve_conj().resolve_neg().contiguous()
+    flat = resolved(tensor).contiguous()
     # One element may have any stride and still be called contiguous.
     return flat.as_strided((flat.numel(),), (1,), flat.storage_offset()).view(torch.uint8)
 
@@ -177,7 +195,7 @@ def place(values: Tensor, layout: str, random: Random, output: bool = False) -> 
     lazy = "conj" if layout == "conj" and dtype.is_complex else "neg" if layout == "neg" else ""
     if lazy == "neg" and dtype not in NEGATABLE:
         lazy = ""
-    stored = torch.conj_physical(values) if lazy == "conj" else values.neg() if lazy == "neg" else values
+    stored = torch.conj_physical(values) if lazy == "conj" else negative(values) if lazy == "neg" else values
     if values.numel():
         source = raw(stored).view(carrier).reshape(sizes)
         if expand:

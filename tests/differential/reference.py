@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.differential.data import COMPLEX, INTEGERS, MOVED, NARROW, part, raw
+from tests.differential.data import COMPLEX, INTEGERS, MOVED, NARROW, part, raw, reals, resolved
 
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
@@ -63,10 +63,7 @@ class Expected:
 
 def components(tensor: Tensor) -> Any:
     """Its real numbers, one after another, as float64."""
-    tensor = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if tensor.dtype.is_complex:
-        tensor = torch.view_as_real(tensor).reshape(-1)
-    return tensor.to(torch.float64).numpy()
+    return reals(resolved(tensor).contiguous()).reshape(-1).to(torch.float64).numpy()
 
 
 def reduced(reduction: str, tensors: list[Tensor], factor: float = 1.0, rounding: bool = False) -> Expected:
