@@ -7,7 +7,7 @@ mod service;
 mod state;
 pub(crate) mod stream;
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
@@ -33,7 +33,8 @@ use service::Service;
 use state::Shared;
 use stream::Calls;
 
-/// Connections that wait to be accepted. The system's own limit holds too.
+/// Connections that wait to be accepted. The usual queue, of 128, overflows when all hosts of a large job come at once;
+/// each that it drops tries again a second later, then two, then four. The system's own limit holds too.
 const BACKLOG: i32 = 4096;
 
 /// How a coordinator is to be.
@@ -170,13 +171,9 @@ impl Coordinator {
                 let taken = error.kind() == std::io::ErrorKind::AddrInUse;
                 StartError::Bind { address: *address, taken, why: error.to_string() }
             };
-            let listener = TcpListener::bind(address).map_err(bind)?;
-            listener.set_nonblocking(true).map_err(bind)?;
-            // The usual queue, of 128, overflows when all hosts of a large job come at once; each that it drops tries
-            // again a second later, then two, then four.
-            rustix::net::listen(&listener, BACKLOG).map_err(|error| bind(error.into()))?;
-            addresses.push(listener.local_addr().map_err(bind)?);
-            listeners.push(tokio::net::TcpListener::from_std(listener).map_err(bind)?);
+            let (listener, bound) = podring_listen::listener(*address, BACKLOG).map_err(|errno| bind(errno.into()))?;
+            addresses.push(bound);
+            listeners.push(tokio::net::TcpListener::from_std(listener.into()).map_err(bind)?);
         }
         // What a TLS library would have to be asked for first goes the long way.
         let streams = if config.tls.is_none() {

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags, SocketType, acceptfrom_with, bind, connect,
-    getsockname, listen, recv, send, sendmsg, socket_with, sockopt,
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags, SocketType, acceptfrom_with, connect, recv,
+    send, sendmsg, socket_with, sockopt,
 };
 
 /// A listening socket on every address of this host, and its port: the first of those given that is free, 0 for any.
@@ -26,26 +26,18 @@ pub fn listener(ports: &RangeInclusive<u16>) -> Result<(OwnedFd, u16), Errno> {
     Err(last)
 }
 
-fn listener_on(port: u16) -> Result<(OwnedFd, u16), Errno> {
-    let any: [SocketAddr; 2] = [(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()];
-    match listen_on(any[0]) {
-        // IPv4 alone might still be had, but then somebody else would answer at this host's IPv6 addresses.
-        taken @ Err(Errno::ADDRINUSE | Errno::ACCESS) => taken,
-        // There is no IPv6 here.
-        Err(_) => listen_on(any[1]),
-        bound => bound,
-    }
-}
+/// Connections that may wait to be accepted: all ranks of a large job at once.
+const BACKLOG: i32 = 4096;
 
-fn listen_on(address: SocketAddr) -> Result<(OwnedFd, u16), Errno> {
-    let fd = socket(&address)?;
-    if address.is_ipv6() {
-        sockopt::set_ipv6_v6only(&fd, false)?;
-    }
-    sockopt::set_socket_reuseaddr(&fd, true)?;
-    bind(&fd, &address)?;
-    listen(&fd, 4096)?;
-    let bound: SocketAddr = getsockname(&fd)?.try_into()?;
+fn listener_on(port: u16) -> Result<(OwnedFd, u16), Errno> {
+    let at = |ip: IpAddr| podring_listen::listener((ip, port).into(), BACKLOG);
+    let (fd, bound) = match at(Ipv6Addr::UNSPECIFIED.into()) {
+        // IPv4 alone might still be had, but then somebody else would answer at this host's IPv6 addresses.
+        Err(errno @ (Errno::ADDRINUSE | Errno::ACCESS)) => return Err(errno),
+        // There is no IPv6 here.
+        Err(_) => at(Ipv4Addr::UNSPECIFIED.into())?,
+        Ok(both) => both,
+    };
     Ok((fd, bound.port()))
 }
 
