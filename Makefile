@@ -17,7 +17,7 @@ venv:
 build: venv
 	@scripts/build
 
-## make check        format, lints, Rust tests: no torch needed
+## make check        format, lints, quick Rust tests: under a minute, no torch needed
 check: venv
 	@scripts/check
 
