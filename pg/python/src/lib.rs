@@ -11,7 +11,6 @@ mod launch;
 mod log;
 mod rendezvous;
 mod settings;
-mod store_abi;
 mod topology;
 
 /// Runs the `podring` command line of the interpreter `python`; `args` includes the program name. Returns the exit code.

@@ -4,7 +4,6 @@ use std::{sync::Arc, time::Duration};
 
 use podring_collective::{Blocks, Collective, DType, Layout, Tensor};
 use podring_ici::engine::{Call, Failure, Member, Ticket};
-use smallvec::SmallVec;
 
 use super::across::Within;
 use super::{Broken, DeviceCall, Engine, Operation};
@@ -134,9 +133,4 @@ impl Engine for Inside {
 /// A flat tensor over memory of ours.
 pub(super) fn flat(memory: &mut [u64], start: usize, count: usize, dtype: DType) -> Tensor {
     Tensor { data: memory.as_mut_ptr().cast::<u8>().wrapping_add(start * dtype.size()), layout: Layout::flat(count) }
-}
-
-/// Blocks of one flat tensor.
-pub(super) fn cut(tensor: Tensor, counts: &[usize]) -> Blocks {
-    Blocks { tensors: SmallVec::from_iter([tensor]), counts: SmallVec::from_slice(counts) }
 }

@@ -11,7 +11,7 @@ use podring_rendezvous::secret::{BadCredential, Tls, Token};
 use podring_rendezvous::serve::{self, ServeError};
 use podring_rendezvous::session::{Access, Asks, Error, Store};
 
-use crate::abi::{Interrupted, RawError, optional_text, shielded, text, write_error};
+use super::{Interrupted, RawError, optional_text, shielded, text, write_error};
 
 // PodringStatus.
 const INVALID: i32 = 1;

@@ -20,6 +20,9 @@
 //! process has one chip it is the process's, for all its groups, those within one slice too: an operation's programs are
 //! launched as its steps come to them, and without the line that would be another order on every rank.
 
+mod line;
+mod plan;
+
 use std::{
     collections::VecDeque,
     sync::{
@@ -30,26 +33,20 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use podring_collective::{Blocks, Collective, Kind, Part, Reduction, Tensor};
+use podring_collective::Collective;
 use podring_fabric::error::Failure as HostFailure;
 use podring_fabric::hub::{Call, Callback, ChannelSpec, State, Ticket as HostTicket, Waited};
 use podring_ici::engine::{self as ici, Failure, Ticket, Times};
 use podring_ici::pjrt::Buffer;
 use smallvec::SmallVec;
 
-use super::device::{cut, flat, pack};
+use super::device::pack;
 use super::{Broken, DeviceCall, DeviceError, Devices, Engine, Opening, Operation};
 use crate::runtime::Process;
 use crate::world::channel;
 
-/// One thing to do.
-enum Step {
-    Inside(Box<Collective>),
-    Between(Box<Collective>),
-    /// Over the fabric among all members.
-    Host(Box<Collective>),
-    Local(Box<dyn FnOnce() + Send>),
-}
+pub(crate) use line::Line;
+use plan::{Plan, Step};
 
 /// An operation on its way.
 struct Job {
@@ -86,94 +83,6 @@ pub(super) trait Within: Engine {
     fn exact_failure(&self) -> Option<Arc<Failure>>;
 }
 
-/// Operations that run one after another.
-#[derive(Default)]
-pub(crate) struct Line(Mutex<Waiting>);
-
-#[derive(Default)]
-struct Waiting {
-    /// Whose turn it is.
-    now: Option<Ahead>,
-    jobs: VecDeque<(Arc<Shared>, Job)>,
-    /// A thread looks at the deadlines of those who wait.
-    watched: bool,
-}
-
-/// An operation that others wait behind.
-struct Ahead {
-    group: Arc<Shared>,
-    op: &'static str,
-    seq: u64,
-}
-
-impl Ahead {
-    fn new(group: &Arc<Shared>, job: &Job) -> Ahead {
-        Ahead { group: group.clone(), op: job.call.collective.kind.name(), seq: job.operation.ticket.seq() }
-    }
-}
-
-/// How often deadlines of what waits are looked at.
-const LOOK: Duration = Duration::from_millis(50);
-
-impl Line {
-    /// The job, if it is its turn; else it waits for it.
-    fn take(self: &Arc<Self>, group: &Arc<Shared>, job: Job) -> Option<Job> {
-        let mut waiting = self.0.lock();
-        if waiting.now.is_none() {
-            waiting.now = Some(Ahead::new(group, &job));
-            return Some(job);
-        }
-        waiting.jobs.push_back((group.clone(), job));
-        if !waiting.watched {
-            let line = Arc::downgrade(self);
-            let watch = move || while line.upgrade().is_some_and(|line| line.look()) {};
-            waiting.watched = std::thread::Builder::new().name("podring-line".to_owned()).spawn(watch).is_ok();
-        }
-        None
-    }
-
-    /// The next, now that one has ended.
-    fn next(&self) -> Option<(Arc<Shared>, Job)> {
-        let mut waiting = self.0.lock();
-        let next = waiting.jobs.pop_front();
-        let now = next.as_ref().map(|(group, job)| Ahead::new(group, job));
-        let ended = std::mem::replace(&mut waiting.now, now);
-        drop(waiting);
-        drop(ended);
-        next
-    }
-
-    /// Fails what is overdue before its turn has come; after a moment. Whether anything still waits.
-    fn look(&self) -> bool {
-        std::thread::sleep(LOOK);
-        let (overdue, ahead, goes_on) = {
-            let mut waiting = self.0.lock();
-            let now = Instant::now();
-            let (overdue, others): (VecDeque<_>, VecDeque<_>) =
-                std::mem::take(&mut waiting.jobs).into_iter().partition(|(_, job)| now >= job.end);
-            waiting.jobs = others;
-            waiting.watched = !waiting.jobs.is_empty();
-            let ahead = waiting.now.as_ref().filter(|_| !overdue.is_empty());
-            let ahead = ahead.map(|Ahead { group, op, seq }| format!("{op}, seq {seq}, of group {}", group.name));
-            (overdue, ahead, waiting.watched)
-        };
-        for (group, job) in overdue {
-            group.late(job, ahead.clone());
-        }
-        goes_on
-    }
-
-    /// What a group has waiting.
-    fn withdraw(&self, group: &Shared) -> Vec<Job> {
-        let mut waiting = self.0.lock();
-        let (own, others) =
-            std::mem::take(&mut waiting.jobs).into_iter().partition(|(of, _)| std::ptr::eq(&**of, group));
-        waiting.jobs = others;
-        let own: VecDeque<(Arc<Shared>, Job)> = own;
-        own.into_iter().map(|(_, job)| job).collect()
-    }
-}
-
 #[derive(Default)]
 struct Queue {
     broken: Option<Broken>,
@@ -193,11 +102,7 @@ struct Shared {
     name: String,
     process: Arc<Process>,
     inside: Box<dyn Within>,
-    /// Positions in the group of each slice's members.
-    touched: Vec<Vec<u32>>,
-    /// This rank: which slice of those, and which member of it.
-    slice: usize,
-    me: usize,
+    plan: Plan,
     /// The group's own channel of the fabric, whose failure ends the launches of its members.
     group: u64,
     /// None in a group within one slice.
@@ -231,7 +136,8 @@ impl Across {
             hub.open(ChannelSpec { id, name, me, members }).map_err(|error| between(error.to_string()))?;
             Ok::<u64, DeviceError>(id)
         };
-        let counterparts: Vec<u32> = touched.iter().map(|members| members[me as usize]).collect();
+        let plan = Plan::new(touched.to_vec(), slice, me as usize);
+        let counterparts: Vec<u32> = plan.counterparts().collect();
         let everybody: Vec<u32> = (0..opening.global.len() as u32).collect();
         let channels = || {
             let between = open(format!("{}/between slices/{me}", opening.name), slice as u32, &counterparts)?;
@@ -244,9 +150,7 @@ impl Across {
             name: opening.name.to_owned(),
             process: opening.process.clone(),
             inside,
-            touched: touched.to_vec(),
-            slice,
-            me: me as usize,
+            plan,
             group: opening.channel,
             channels,
             line,
@@ -259,186 +163,17 @@ impl Across {
     }
 }
 
-/// Address and elements of each block of a side.
-fn blocks(side: &Blocks, width: usize) -> Vec<(usize, usize)> {
-    if let [tensor] = &side.tensors[..] {
-        let mut at = tensor.data as usize;
-        let place = |&count: &usize| {
-            let block = (at, count);
-            at += count * width;
-            block
-        };
-        return side.counts.iter().map(place).collect();
-    }
-    side.tensors.iter().zip(&side.counts).map(|(tensor, &count)| (tensor.data as usize, count)).collect()
-}
-
-/// What a reduction is inside a slice, and what between slices.
-fn halves(reduction: Reduction) -> (Reduction, Reduction) {
-    match reduction {
-        Reduction::PreMulSum(_) => (reduction, Reduction::Sum),
-        other => (other, other),
-    }
-}
-
-fn part(like: &Part, reduction: Option<Reduction>, inputs: Blocks, outputs: Blocks) -> Part {
-    Part { dtype: like.dtype, reduction, inputs, outputs }
-}
-
-/// Copies of (from, to, bytes), made when their time comes.
-fn moves(list: Vec<(usize, usize, usize)>) -> Step {
-    Step::Local(Box::new(move || {
-        for (from, to, bytes) in list {
-            // SAFETY: from the caller's tensors to memory of the job or the other way: both are alive until the operation
-            // has ended, and they don't overlap.
-            unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes) };
-        }
-    }))
-}
-
 impl Shared {
-    fn members(&self) -> usize {
-        self.touched[0].len()
-    }
-
-    /// The slice and member of a position in the group.
-    fn place(&self, position: u32) -> (usize, usize) {
-        let find = |members: &Vec<u32>| members.iter().position(|&other| other == position);
-        self.touched.iter().enumerate().find_map(|(slice, members)| Some((slice, find(members)?))).unwrap_or((0, 0))
-    }
-
-    /// What a collective is made of. Tensors are plain.
-    fn steps(&self, call: &Collective, memory: &mut Vec<Vec<u64>>) -> VecDeque<Step> {
-        if self.touched.len() == 1 {
-            return VecDeque::from([Step::Inside(Box::new(call.clone()))]);
-        }
-        let integers = |part: &Part| part.reduction == Some(Reduction::Avg) && !part.dtype.is_floating();
-        let kind = call.kind;
-        let alone = matches!(
-            kind,
-            Kind::AllToAll | Kind::Gather { .. } | Kind::Scatter { .. } | Kind::Send { .. } | Kind::Recv { .. }
-        );
-        if alone || call.parts.iter().any(integers) {
-            return VecDeque::from([Step::Host(Box::new(call.clone()))]);
-        }
-        let (k, me) = (self.members(), self.me);
-        let mut room = |part: &Part, count: usize| -> Tensor {
-            memory.push(vec![0u64; (count * part.dtype.size()).div_ceil(8)]);
-            let last = memory.len() - 1;
-            flat(&mut memory[last], 0, count, part.dtype)
-        };
-        let mut lists: [SmallVec<[Part; 1]>; 3] = Default::default();
-        let (mut before, mut after) = (Vec::new(), Vec::new());
-        // The kinds of the three steps; none where this rank has none.
-        let kinds: [Option<Kind>; 3] = match kind {
-            Kind::AllReduce | Kind::Reduce { .. } => {
-                let root = kind.root().map(|root| self.place(root));
-                for one in &call.parts {
-                    let count = one.inputs.total();
-                    let piece = count.div_ceil(k);
-                    let counts: Vec<usize> = (0..k).map(|i| count.saturating_sub(i * piece).min(piece)).collect();
-                    let shard = room(one, counts[me]);
-                    let (inside, between) = one.reduction.map(halves).unzip();
-                    let input = cut(one.inputs.tensors[0].clone(), &counts);
-                    lists[0].push(part(one, inside, input, Blocks::whole(shard.clone())));
-                    let here = root.is_none_or(|(slice, _)| slice == self.slice);
-                    let outputs = if here { Blocks::whole(shard.clone()) } else { Blocks::none() };
-                    lists[1].push(part(one, between, Blocks::whole(shard.clone()), outputs));
-                    let whole = match root {
-                        Some(place) if place != (self.slice, me) => Blocks::none(),
-                        _ => cut(one.outputs.tensors[0].clone(), &counts),
-                    };
-                    lists[2].push(part(one, None, Blocks::whole(shard), whole));
-                }
-                match root {
-                    None => [Some(Kind::ReduceScatter), Some(Kind::AllReduce), Some(Kind::AllGather)],
-                    Some((slice, member)) => [
-                        Some(Kind::ReduceScatter),
-                        Some(Kind::Reduce { root: slice as u32 }),
-                        (slice == self.slice).then_some(Kind::Gather { root: member as u32 }),
-                    ],
-                }
-            }
-            Kind::Broadcast { root } => {
-                let (slice, member) = self.place(root);
-                for one in &call.parts {
-                    lists[1].push(one.clone());
-                    let output = || Blocks::whole(one.outputs.tensors[0].clone());
-                    lists[2].push(part(one, None, output(), output()));
-                }
-                [
-                    None,
-                    (member == me).then_some(Kind::Broadcast { root: slice as u32 }),
-                    Some(Kind::Broadcast { root: member as u32 }),
-                ]
-            }
-            Kind::AllGather | Kind::ReduceScatter => {
-                let gathers = kind == Kind::AllGather;
-                for one in &call.parts {
-                    let width = one.dtype.size();
-                    let whole = if gathers { &one.outputs } else { &one.inputs };
-                    let column = |i: usize| -> Vec<usize> {
-                        self.touched.iter().map(|members| whole.counts[members[i] as usize]).collect()
-                    };
-                    let sums: Vec<usize> = (0..k).map(|i| column(i).iter().sum()).collect();
-                    let mine = room(one, sums[me]);
-                    let all = room(one, sums.iter().sum());
-                    let places = blocks(whole, width);
-                    let mut at = all.data as usize;
-                    for i in 0..k {
-                        for members in &self.touched {
-                            let (address, count) = places[members[i] as usize];
-                            let bytes = count * width;
-                            if gathers {
-                                after.push((at, address, bytes));
-                            } else {
-                                before.push((address, at, bytes));
-                            }
-                            at += bytes;
-                        }
-                    }
-                    let (inside, between) = one.reduction.map(halves).unzip();
-                    if gathers {
-                        lists[1].push(part(one, None, one.inputs.clone(), cut(mine.clone(), &column(me))));
-                        lists[2].push(part(one, None, Blocks::whole(mine), cut(all, &sums)));
-                    } else {
-                        lists[0].push(part(one, inside, cut(all, &sums), Blocks::whole(mine.clone())));
-                        lists[1].push(part(one, between, cut(mine, &column(me)), one.outputs.clone()));
-                    }
-                }
-                if gathers {
-                    [None, Some(Kind::AllGather), Some(Kind::AllGather)]
-                } else {
-                    [Some(Kind::ReduceScatter), Some(Kind::ReduceScatter), None]
-                }
-            }
-            _ => [Some(Kind::Barrier); 3],
-        };
-        let mut steps = VecDeque::new();
-        if !before.is_empty() {
-            steps.push_back(moves(before));
-        }
-        for (index, (kind, parts)) in kinds.into_iter().zip(lists).enumerate() {
-            let Some(kind) = kind else { continue };
-            let collective = Box::new(Collective { kind, parts });
-            steps.push_back(if index == 1 { Step::Between(collective) } else { Step::Inside(collective) });
-        }
-        if !after.is_empty() {
-            steps.push_back(moves(after));
-        }
-        steps
-    }
-
     /// What failed in this slice, with the group's numbers of its ranks.
     fn broken_inside(&self, failure: &Failure) -> Broken {
-        let mine = &self.touched[self.slice];
+        let mine = self.plan.within();
         let numbered = failure.numbered(|place| mine.get(place as usize).copied());
         Broken::Device(Arc::new(numbered.unwrap_or_else(|| aborted(failure))))
     }
 
     /// What failed between the slices, the same.
     fn broken_between(&self, failure: &HostFailure) -> Broken {
-        let counterpart = |slice: u32| Some(self.touched.get(slice as usize)?[self.me]);
+        let counterpart = |slice: u32| self.plan.counterparts().nth(slice as usize);
         Broken::Host(Arc::new(failure.numbered(counterpart).unwrap_or_else(|| aborted_host(failure))))
     }
 
@@ -456,8 +191,8 @@ impl Shared {
         }
         let waiting = self.line.withdraw(self);
         // Each is told with its own numbers of the ranks, in words if it has none for one of them.
-        let within = |rank: u32| number(self.touched[self.slice].iter().position(|&member| member == rank)?);
-        let counterpart = |rank: u32| number(self.touched.iter().position(|members| members[self.me] == rank)?);
+        let within = |rank: u32| number(self.plan.within().iter().position(|&member| member == rank)?);
+        let counterpart = |rank: u32| number(self.plan.counterparts().position(|member| member == rank)?);
         self.inside.fail_with(match &broken {
             Broken::Device(failure) => failure.numbered(within).unwrap_or_else(|| aborted(&**failure)),
             Broken::Host(failure) => aborted(&**failure),
@@ -484,7 +219,7 @@ impl Shared {
             Broken::Host(failure) => elsewhere(failure).ok_or_else(|| failure.to_string()),
             Broken::Device(failure) => Err(failure.to_string()),
         };
-        let by = Some(self.touched[self.slice][self.me]);
+        let by = Some(self.plan.position());
         self.process.hub.fail(self.group, why.unwrap_or_else(|why| HostFailure::Aborted { by, why }));
     }
 
@@ -668,7 +403,7 @@ impl Engine for Across {
         shared.queue.lock().pending += 1;
         let after = pack(&mut call.collective);
         let mut memory = Vec::new();
-        let mut steps = shared.steps(&call.collective, &mut memory);
+        let mut steps = shared.plan.steps(&call.collective, &mut memory);
         steps.extend(after.map(Step::Local));
         let now = Instant::now();
         let end = now.checked_add(timeout).unwrap_or(now + Duration::from_secs(315_360_000));
@@ -690,7 +425,7 @@ impl Engine for Across {
             .iter()
             .map(|call| {
                 let mut memory = Vec::new();
-                let steps = self.0.steps(call, &mut memory);
+                let steps = self.0.plan.steps(call, &mut memory);
                 let program = |step| if let Step::Inside(collective) = step { Some(*collective) } else { None };
                 steps.into_iter().filter_map(program).collect()
             })
