@@ -7,8 +7,10 @@ ends = attempt(body, 4)  # for tests of what goes wrong: one End per rank
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import secrets
 import select
 import shutil
 import socket
@@ -258,12 +260,17 @@ def new_group(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago, for IPv4 and IPv6."""
-    with socket.socket(socket.AF_INET6) as probe:
-        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        probe.bind(("::", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that was free a moment ago, for IPv4 and IPv6.
+
+    Not one that the system gives to whoever connects somewhere: it could be taken before the test's own server has it.
+    """
+    ranges = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    while True:
+        port = 10_000 + secrets.randbelow(max(int(ranges.split()[0]) - 10_000, 1))
+        with socket.socket(socket.AF_INET6) as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            probe.bind(("::", port))
+            return port
 
 
 def run_job(

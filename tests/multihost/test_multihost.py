@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,30 @@ def test_namespaces_are_hosts_whatever_they_say(two: Hosts, identity: str) -> No
     for value, count in two.run(total, env={"PODRING_HOST_ID": identity}):
         assert value == two.ranks
         assert count > 1 << 20
+
+
+LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Of a namespace: where the ports are from that connections leave by."""
+
+
+def test_who_calls_before_the_coordinator_listens_does_not_call_itself() -> None:
+    """Where hardly another port than the coordinator's is left to call from, a rank would soon be given that one, take
+    itself for a stranger, and keep the coordinator off its port."""
+
+    def body() -> tuple[float, int]:
+        rank = int(os.environ["RANK"])
+        made.enter(0)
+        LOCAL_PORTS.write_text("40000 40007")
+        if rank == 0:
+            time.sleep(2)
+        url = f"tpu://127.0.0.1:40002?rank={rank}&world_size={RANKS}"
+        dist.init_process_group(BACKEND, init_method=url, timeout=timedelta(seconds=20))
+        got = total()
+        dist.destroy_process_group()
+        return got
+
+    with hosts(1, (IPV4,)) as made:
+        assert run(body, RANKS, init=False) == [(RANKS, 0)] * RANKS
 
 
 def test_token(two: Hosts, tmp_path: Path) -> None:

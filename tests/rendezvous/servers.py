@@ -11,6 +11,7 @@ import functools
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,9 +53,25 @@ class Server:
         """Ends it as a crash would."""
         processes.kill(self.process)
 
-    def signal(self, number: signal.Signals) -> None:
-        """Sends it a signal."""
-        signal.pidfd_send_signal(self.process.pidfd, number)
+    def stop(self) -> None:
+        """Stops it until go_on(). Each of its threads stops when it next leaves the kernel, which may be a while."""
+        signal.pidfd_send_signal(self.process.pidfd, signal.SIGSTOP)
+        end = time.monotonic() + 10
+        while any(running(thread) for thread in Path(f"/proc/{self.process.pid}/task").iterdir()):
+            assert time.monotonic() < end, "it doesn't stop"
+            time.sleep(0.001)
+
+    def go_on(self) -> None:
+        """After stop()."""
+        signal.pidfd_send_signal(self.process.pidfd, signal.SIGCONT)
+
+
+def running(thread: Path) -> bool:
+    """Whether a thread is neither stopped nor gone."""
+    try:
+        return (thread / "stat").read_text().rpartition(") ")[2][0] not in "TZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @contextlib.contextmanager

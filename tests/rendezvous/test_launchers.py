@@ -213,11 +213,11 @@ def test_ranks_off_the_torus_are_told() -> None:
 def two_ports() -> Iterator[tuple[int, int]]:
     """Neighbours: one that somebody has, and one that is free."""
     while True:
+        port = harness.free_port()
         with socket.socket(socket.AF_INET6) as taken:
             taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            taken.bind(("::", 0))
+            taken.bind(("::", port))
             taken.listen()
-            port = taken.getsockname()[1]
             with socket.socket(socket.AF_INET6) as probe, contextlib.suppress(OSError, OverflowError):
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
                 probe.bind(("::", port + 1))

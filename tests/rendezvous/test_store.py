@@ -24,6 +24,7 @@ import torch.distributed as dist
 from podring.store import Credentials
 
 from tests import processes
+from tests.harness import free_port
 from tests.rendezvous import servers
 from tests.rendezvous.coordinator import certificates
 from tests.rendezvous.servers import HOST, AnyStore, Server, server
@@ -458,13 +459,13 @@ def test_a_set_outlives_its_process(ours: Server) -> None:
 def test_silence_is_named(ours: Server) -> None:
     store = ours.client(1)
     store.set("k", "v")
-    ours.signal(signal.SIGSTOP)
+    ours.stop()
     try:
         text = fails(dist.DistStoreError, lambda: store.add("n", 1), 1 + SLACK)
         assert "no answer" in text and f"{HOST}:{ours.port}" in text
         fails(dist.DistError, lambda: store.wait(["k"], SHORT), 2 + SLACK)
     finally:
-        ours.signal(signal.SIGCONT)
+        ours.go_on()
     assert store.get("k") == b"v"
 
 
@@ -482,7 +483,7 @@ def test_a_set_that_may_be_lost_is_told() -> None:
     with server("podring") as first:
         store = first.client(20)
         # So that it can't take the set in before it is killed.
-        first.signal(signal.SIGSTOP)
+        first.stop()
         store.set("k", "v")
         port = first.port
     with server("podring", port=port):
@@ -578,9 +579,7 @@ def test_the_master_waits_for_the_others(ours: Server) -> None:
         def come(port: int) -> None:
             podring.Store(HOST, port, world_size=2)
 
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         threading.Timer(0.3, come, (port,)).start()
         first = podring.Store(HOST, port, world_size=2, is_master=True)
         alone = fails(
@@ -595,9 +594,7 @@ def test_the_master_waits_for_the_others(ours: Server) -> None:
 
 
 def test_nobody_there() -> None:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     text = fails(dist.DistNetworkError, lambda: podring.Store(HOST, port, timeout=timedelta(seconds=1)), 1 + SLACK)
     assert f"no coordinator at {HOST}:{port}" in text and "refused" in text
 

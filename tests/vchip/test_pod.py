@@ -4,15 +4,14 @@ environment, and what the hook makes of a torch_tpu that says it has a chip. Not
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 import textwrap
 import threading
 from pathlib import Path
 
 import pytest
 
+from tests.harness import free_port
 from tests.processes import Program, run_program
 from tests.vchip import jobs
 
@@ -65,9 +64,7 @@ def test_one_host_has_a_rank_for_each_device(tmp_path: Path, name: str, devices:
 def test_hosts_of_a_pod_keep_their_places(tmp_path: Path, hosts: int, each: int, name: str, shape: str) -> None:
     program = script(tmp_path, TELL)
     names = [f"127.0.0.{1 + host}" for host in range(hosts)]
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ended: dict[int, Program] = {}
 
     def host(number: int) -> None:

@@ -3,6 +3,7 @@
 use std::error::Error as StdError;
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -13,6 +14,8 @@ use parking_lot::Mutex;
 use podring_fork::Marked;
 use podring_proto as pb;
 use podring_proto::rendezvous_client::RendezvousClient;
+use rustix::net::sockopt::set_socket_linger;
+use rustix::net::{getpeername, getsockname};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
@@ -165,7 +168,10 @@ async fn dial(endpoints: &[String]) -> io::Result<TcpStream> {
     addresses.dedup();
     let mut dials = JoinSet::new();
     for address in addresses {
-        dials.spawn(async move { (address, TcpStream::connect(address).await) });
+        dials.spawn(async move {
+            let stream = TcpStream::connect(address).await;
+            (address, stream.and_then(|stream| to_another(&stream).map(|()| stream)))
+        });
     }
     while let Some(dialed) = dials.join_next().await {
         match dialed {
@@ -178,6 +184,17 @@ async fn dial(endpoints: &[String]) -> io::Result<TcpStream> {
         }
     }
     Err(io::Error::new(io::ErrorKind::NotConnected, why.join("; ")))
+}
+
+/// Refuses a connection to itself. Who calls a port of its own host that nobody listens on yet may be given that very
+/// port to call from, and then has called itself (RFC 9293, 3.5, simultaneous open); and nobody could listen there.
+pub(super) fn to_another(stream: impl AsFd) -> io::Result<()> {
+    if getpeername(&stream)? != Some(getsockname(&stream)?) {
+        return Ok(());
+    }
+    // Closed in order, the port would still not be free for a minute.
+    set_socket_linger(&stream, Some(Duration::ZERO))?;
+    Err(io::Error::new(io::ErrorKind::ConnectionRefused, "nobody listens there"))
 }
 
 pub(super) fn well_formed(access: &Access) -> Result<(), Error> {
@@ -367,6 +384,21 @@ pub(super) fn call_error(call: &'static str, endpoint: &str, status: &Status) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::net::Ipv4Addr;
+
+    use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
+
+    #[test]
+    fn a_connection_to_itself_is_refused_and_frees_the_port() {
+        let own = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+        bind(&own, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+        let address = SocketAddr::try_from(getsockname(&own).unwrap()).unwrap();
+        connect(&own, &address).unwrap();
+        assert_eq!(to_another(&own).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+        drop(own);
+        let (_listener, there) = podring_listen::listener(address, 1).unwrap();
+        to_another(std::net::TcpStream::connect(there).unwrap()).unwrap();
+    }
 
     #[test]
     fn endpoints() {

@@ -104,6 +104,7 @@ impl Road {
         }
         let left = until.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         let stream = TcpStream::connect_timeout(&self.peer, left)?;
+        connect::to_another(&stream)?;
         stream.set_nodelay(true)?;
         Ok(stream.into())
     }
@@ -368,7 +369,12 @@ fn first_of(endpoints: &[String], limit: Duration) -> Result<TcpStream, String> 
         let answer = answer.clone();
         let connect = move || {
             let stream = TcpStream::connect_timeout(&address, limit);
-            let _ = answer.send((address, stream.and_then(|stream| stream.set_nodelay(true).map(|()| stream))));
+            let ready = |stream: TcpStream| {
+                connect::to_another(&stream)?;
+                stream.set_nodelay(true)?;
+                Ok(stream)
+            };
+            let _ = answer.send((address, stream.and_then(ready)));
         };
         if !several {
             connect();
