@@ -16,8 +16,8 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, lis
 /// Attempts at a port that nobody is seen to listen on.
 const ATTEMPTS: u32 = 12;
 
-/// A socket that listens on `address`, nonblocking and closed by `exec`, and where it
-/// listens; port 0 takes a free one. `[::]` takes IPv4 too. At most `backlog` connections wait to be accepted.
+/// A socket that listens on `address`, nonblocking and closed by `exec`, and where it listens; port 0 takes a
+/// free one. `[::]` takes IPv4 too. At most `backlog` connections wait to be accepted.
 ///
 /// # Errors
 ///

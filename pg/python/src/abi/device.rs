@@ -1,13 +1,12 @@
 //! What the interposer knows of devices and their memory: `device_*`.
 
 use std::ffi::c_void;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use podring_collective::DType;
 use podring_group::{Kind, ProcessGroup};
 use podring_interposer::memory;
 
-use super::{RawError, panicked, sheltered, write_error};
+use super::{RawError, sheltered, shielded, write_error};
 
 #[repr(C)]
 pub(super) struct RawMemory {
@@ -19,13 +18,12 @@ pub(super) struct RawMemory {
 /// RawMemory's dtype for an element type that no collective knows.
 const NO_DTYPE: u8 = 255;
 
-/// As [`guarded`], for the interposer, which says in words what a framework or a plugin refused.
+/// As [`super::guarded`], for the interposer, which says in words what a framework or a plugin refused.
 fn guarded_device(error: *mut RawError, act: impl FnOnce() -> Result<(), String>) -> i32 {
-    match catch_unwind(AssertUnwindSafe(act)) {
-        Ok(Ok(())) => 0,
-        Ok(Err(refused)) => write_error(error, Kind::Unsupported as i32, &refused),
-        Err(panic) => write_error(error, Kind::Internal as i32, &panicked(&*panic)),
-    }
+    shielded(error, || match act() {
+        Ok(()) => 0,
+        Err(refused) => write_error(error, Kind::Unsupported as i32, &refused),
+    })
 }
 
 pub(super) unsafe extern "C" fn device_client() -> *mut c_void {

@@ -35,6 +35,7 @@ pub(crate) struct RawError {
 }
 
 pub(crate) type Interrupted = Option<unsafe extern "C" fn(*mut c_void) -> i32>;
+
 /// The table. Its address goes into the capsule.
 #[repr(C)]
 pub(crate) struct Core {
