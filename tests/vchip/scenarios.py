@@ -587,6 +587,24 @@ def compiled_but_split() -> None:
 
 
 @scenario
+def let_go_of_beside_programs() -> None:
+    # What nobody holds any more is let go of when its collective ends, which a program may see to that waits for its
+    # own, on a thread of torch_tpu's: torch_tpu ends the process if a tensor goes there.
+    group = world()
+    ours, parts = torch.ones(24), torch.ones(4, 6)
+
+    def between(tensor: Tensor) -> Tensor:
+        return funcol.all_reduce(tensor * 2, "sum", group) + 1
+
+    compiled = torch.compile(between)
+    for _ in range(100):
+        dist.all_reduce(ours.to(TPU), async_op=True)
+        dist.isend(parts.to(TPU), (RANK + 1) % WORLD)
+        dist.irecv(torch.empty(4, 6, device=TPU), (RANK - 1) % WORLD)
+        same(compiled(ours.to(TPU)), ours * 2 * WORLD + 1)
+
+
+@scenario
 def twins_end_with_their_groups() -> None:
     from podring import _graphs
     from torch._C._distributed_c10d import _resolve_process_group

@@ -27,6 +27,7 @@ COLLECTIVES = [
     "functional_eager",
     "compiled_collectives",
     "compiled_but_split",
+    "let_go_of_beside_programs",
     "twins_end_with_their_groups",
     "device_facts",
 ]
@@ -55,6 +56,7 @@ FEW = [
     "future_callbacks",
     "refusals",
     "compiled_collectives",
+    "let_go_of_beside_programs",
     "twins_end_with_their_groups",
     "device_facts",
     "ddp",

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use podring_collective::{Collective, Kind as Op};
 use podring_fabric::error::Failure;
-use podring_fabric::hub::{Call, Callback, ChannelSpec, Keep, State, Ticket, Waited};
+use podring_fabric::hub::{Call, Callback, ChannelSpec, Hub, Keep, State, Ticket, Waited};
 use podring_ici::engine::Times;
 use podring_ici::pjrt::Buffer;
 use smallvec::SmallVec;
@@ -468,9 +468,25 @@ impl Work {
     }
 
     /// Works on it until it has ended. With a limit, gives up after that long and leaves it under way.
-    pub fn wait(&self, limit: Option<Duration>, mut interrupted: impl FnMut() -> bool) -> Result<(), Error> {
+    ///
+    /// On a caller's thread: what other operations kept may be let go of on it.
+    pub fn wait(&self, limit: Option<Duration>, interrupted: impl FnMut() -> bool) -> Result<(), Error> {
+        self.wait_on(Hub::wait, limit, interrupted)
+    }
+
+    /// The same on a thread of somebody else's, a runtime's perhaps that runs a program: nothing of a caller's runs on it.
+    pub fn wait_as_guest(&self, limit: Option<Duration>, interrupted: impl FnMut() -> bool) -> Result<(), Error> {
+        self.wait_on(Hub::wait_as_guest, limit, interrupted)
+    }
+
+    fn wait_on<I: FnMut() -> bool>(
+        &self,
+        wait: impl FnOnce(&Hub, &Ticket, Option<Duration>, I) -> Waited,
+        limit: Option<Duration>,
+        mut interrupted: I,
+    ) -> Result<(), Error> {
         let waited = match self.posted() {
-            Posted::Host(ticket) => self.group.0.process.hub.wait(ticket, limit, interrupted),
+            Posted::Host(ticket) => wait(&self.group.0.process.hub, ticket, limit, interrupted),
             Posted::Device(operation) => {
                 let waited = operation.wait(limit, &mut interrupted);
                 if operation.state() == State::Failed {

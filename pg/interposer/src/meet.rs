@@ -86,17 +86,18 @@ pub fn everybody(what_for: Use) -> Result<ProcessGroup, InterposeError> {
     group_of(&(0..size).collect::<Vec<u32>>(), what_for)
 }
 
-/// Waits for an operation of the fabric's, unless the launch that it is part of is stopped.
+/// Waits for an operation of the fabric's, unless the launch that it is part of is stopped. The thread is the framework's
+/// or the plugin's.
 fn finish(work: &Work, group: &ProcessGroup, launch: Option<&Launching>) -> Result<(), InterposeError> {
     let failed = |why| InterposeError::Failed { what: "a collective", why };
     let stopped = || launch.and_then(Launching::stopped);
-    let Err(error) = work.wait(None, || stopped().is_some()) else { return Ok(()) };
+    let Err(error) = work.wait_as_guest(None, || stopped().is_some()) else { return Ok(()) };
     match error.kind() {
         ErrorKind::Interrupted => {
             let why = stopped().unwrap_or_default();
             // The others hear of it, and the memory is let go of.
             group.abort(&why);
-            let _ = work.wait(None, || false);
+            let _ = work.wait_as_guest(None, || false);
             Err(failed(why))
         }
         ErrorKind::Mismatch if launch.is_some_and(|launch| launch.mark != 0) => Err(failed(format!(

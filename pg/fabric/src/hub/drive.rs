@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
+use podring_collective::Keep;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
 
@@ -101,7 +102,6 @@ impl Shared {
             self.hand_over();
         }
         self.wake_passengers();
-        self.drop_garbage();
         result
     }
 
@@ -143,16 +143,21 @@ impl Shared {
         }
     }
 
-    /// Drops memory nobody uses any more. Never under a lock: a drop may take the interpreter's.
+    /// Lets go of memory nobody uses any more. Never under a lock: that may take the interpreter's.
     pub fn drop_garbage(&self) {
-        let garbage = {
-            let mut garbage = self.garbage.lock();
-            if garbage.is_empty() {
-                return;
-            }
-            std::mem::take(&mut *garbage)
-        };
-        drop(garbage);
+        drop(self.take_garbage());
+    }
+
+    /// The same on a thread of the pool.
+    pub fn drop_garbage_elsewhere(&self) {
+        let garbage = self.take_garbage();
+        if !garbage.is_empty() {
+            self.pool.run(Box::new(move || drop(garbage)));
+        }
+    }
+
+    fn take_garbage(&self) -> Vec<Keep> {
+        std::mem::take(&mut *self.garbage.lock())
     }
 
     /// Drives until the ticket has ended or about `nap` has passed without that.
@@ -331,10 +336,7 @@ impl Shared {
             }
             self.progress.store(ASLEEP, Ordering::SeqCst);
             self.release(engine, false);
-            if !self.garbage.lock().is_empty() {
-                let garbage = std::mem::take(&mut *self.garbage.lock());
-                self.pool.run(Box::new(move || drop(garbage)));
-            }
+            self.drop_garbage_elsewhere();
             if self.inbox.is_empty() && self.foreground.load(Ordering::SeqCst) == 0 {
                 self.poll(next, Duration::from_secs(1));
             }

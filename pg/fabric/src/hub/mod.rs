@@ -348,14 +348,34 @@ impl Hub {
         }
     }
 
-    /// Works until an operation has ended, `limit` has passed, or `interrupted` (asked now and then) says to stop.
+    /// Works until an operation has ended, `limit` has passed, or `interrupted` (asked now and then) says to stop. On a
+    /// caller's thread: [`Keep`]s of operations that ended meanwhile are let go of on it.
     pub fn wait(&self, ticket: &Ticket, limit: Option<Duration>, interrupted: impl FnMut() -> bool) -> Waited {
+        self.wait_then(ticket, limit, interrupted, Shared::drop_garbage)
+    }
+
+    /// The same on a thread that isn't a caller's, such as a runtime's in the middle of a program: nothing of a caller's
+    /// runs on it. A runtime may forbid that (torch_tpu ends the process if a tensor goes on a thread that runs its
+    /// programs), and who waits for the program may hold a lock that the caller's function takes.
+    pub fn wait_as_guest(&self, ticket: &Ticket, limit: Option<Duration>, interrupted: impl FnMut() -> bool) -> Waited {
+        self.wait_then(ticket, limit, interrupted, Shared::drop_garbage_elsewhere)
+    }
+
+    fn wait_then(
+        &self,
+        ticket: &Ticket,
+        limit: Option<Duration>,
+        interrupted: impl FnMut() -> bool,
+        let_go: impl FnOnce(&Shared),
+    ) -> Waited {
         let waited = if ticket.ended() {
             Waited::Ended
         } else if self.check_fork().is_err() {
             Waited::TimedOut
         } else {
-            self.0.drive_until(ticket, limit, interrupted)
+            let waited = self.0.drive_until(ticket, limit, interrupted);
+            let_go(&self.0);
+            waited
         };
         if ticket.state() == State::Failed {
             // Whoever hears of it may end the process at once: the others should know the cause by then.
@@ -481,5 +501,5 @@ mod tests {
 }
 
 #[cfg(test)]
-#[path = "offers_tests.rs"]
-mod offers_tests;
+#[path = "pair_tests.rs"]
+mod pair_tests;

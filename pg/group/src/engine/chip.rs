@@ -51,7 +51,7 @@ impl Peers for Hosts {
         let hub = &self.process.hub;
         let ticket = hub.post(call).map_err(|error| error.to_string())?;
         // Bounded by the call's own deadline.
-        hub.wait(&ticket, None, || false);
+        hub.wait_as_guest(&ticket, None, || false);
         let failure = ticket.failure();
         hub.recycle(ticket);
         failure.map_or(Ok(()), |failure| Err(failure.to_string()))

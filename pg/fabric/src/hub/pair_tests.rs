@@ -1,5 +1,8 @@
-//! Messages that lie in their sender's memory until they are wanted, when the sender gives them up: two hubs of one
-//! process.
+//! Two hubs of one process: messages that lie in their sender's memory until they are wanted, when the sender gives them
+//! up; and on whose thread what was kept is let go of.
+
+use std::sync::mpsc::{Sender, channel};
+use std::thread::ThreadId;
 
 use podring_collective::{Blocks, DType, Kind, Layout, Part, Tensor};
 
@@ -117,4 +120,34 @@ fn a_failed_group_does_not_hold_up_another() {
         assert_eq!(ticket.state(), State::Done);
     }
     assert_eq!(into, out);
+}
+
+/// Says which thread let go of it.
+unsafe extern "C" fn say_where(context: *mut std::ffi::c_void) {
+    // SAFETY: made by `kept`, and called once.
+    let told = unsafe { Box::from_raw(context.cast::<Sender<ThreadId>>()) };
+    told.send(std::thread::current().id()).unwrap();
+}
+
+fn kept(told: &Sender<ThreadId>) -> Keep {
+    // SAFETY: a sender may be used, and dropped, on any thread.
+    unsafe { Keep::new(Box::into_raw(Box::new(told.clone())).cast(), say_where) }
+}
+
+/// A framework's worker that waits inside of a program may not run what its callers left, and would if it were the one
+/// who finds their operations ended.
+#[test]
+fn a_guest_lets_go_of_nothing_on_its_thread() {
+    let [hub, _peer] = pair(["a", "a"]);
+    let mut into = [0u8];
+    let never = post(&hub, Kind::Recv { from: Some(1), tag: 1 }, &mut into);
+    let (told, heard) = channel();
+    for _ in 0..50 {
+        hub.0.garbage.lock().push(kept(&told));
+        let waited = hub.wait_as_guest(&never, Some(Duration::from_millis(1)), || false);
+        assert_eq!(waited, Waited::TimedOut);
+        assert_ne!(heard.recv_timeout(LONG).unwrap(), std::thread::current().id());
+    }
+    hub.fail(CHANNEL, cause());
+    assert_eq!(hub.wait(&never, Some(LONG), || false), Waited::Ended);
 }
