@@ -4,19 +4,15 @@ use std::error::Error as StdError;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
-use podring_fork::Marked;
 use podring_proto as pb;
 use podring_proto::rendezvous_client::RendezvousClient;
 use rustix::net::sockopt::set_socket_linger;
 use rustix::net::{getpeername, getsockname};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
@@ -26,6 +22,7 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity
 use tonic::{Request, Status};
 
 use super::error::Error;
+use super::sockets::{Ended, Sockets};
 use crate::chain;
 use crate::refusal::Refusal;
 use crate::secret::{Tls, Token};
@@ -70,7 +67,7 @@ impl Access {
 }
 
 /// Adds what every call must carry.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub(super) struct Credentials(Option<Token>);
 
 impl Interceptor for Credentials {
@@ -90,6 +87,7 @@ pub(super) type Client = RendezvousClient<InterceptedService<Channel, Credential
 #[derive(Clone)]
 pub(crate) struct Connection {
     pub(super) client: Client,
+    pub(super) sockets: Sockets,
     pub(super) endpoint: Arc<str>,
     pub(super) instance: u64,
     pub(super) silence: Duration,
@@ -110,45 +108,6 @@ pub(crate) fn split_any(endpoint: &str) -> Option<(&str, u16)> {
         None => host,
     };
     (!host.is_empty()).then_some((host, port))
-}
-
-/// A connection that forked children close.
-struct Kept {
-    /// Before the stream, which closes the descriptor.
-    _mark: Marked,
-    stream: TcpStream,
-}
-
-impl AsyncRead for Kept {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, into)
-    }
-}
-
-impl AsyncWrite for Kept {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, bytes)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, bytes)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
-    }
 }
 
 /// Connects to the first address that answers, all of them at once: a dead one must not hold up the others.
@@ -232,8 +191,11 @@ pub(crate) async fn connect(access: &Access) -> Result<Connection, Error> {
             return Err(match failed {
                 Attempt::Absent(why) => Error::Absent { endpoint: name, waited, why },
                 Attempt::Closed(error) | Attempt::Final(error) => error,
-                Attempt::Cut(true) => Error::Silent { endpoint: name, waited: waited - start },
-                Attempt::Cut(false) => Error::Absent { endpoint: name, waited, why: "no address answered".to_owned() },
+                Attempt::Cut(Seen::Open) => Error::Silent { endpoint: name, waited: waited - start },
+                Attempt::Cut(Seen::Closed) => closed(name),
+                Attempt::Cut(Seen::Nothing) => {
+                    Error::Absent { endpoint: name, waited, why: "no address answered".to_owned() }
+                }
             });
         }
         before = Some(failed);
@@ -285,24 +247,37 @@ enum Attempt {
     Absent(String),
     /// One took it and closed it: another program, or a coordinator about to end. Time will tell.
     Closed(Error),
-    /// The time was up; whether an address had taken the connection.
-    Cut(bool),
+    /// The time was up.
+    Cut(Seen),
     Final(Error),
+}
+
+/// What had become of an attempt's connection.
+enum Seen {
+    /// No address had taken it.
+    Nothing,
+    Open,
+    Closed,
+}
+
+fn closed(endpoint: String) -> Error {
+    Error::NotPodring { endpoint, why: "it closed the connection".to_owned(), closed: true }
 }
 
 async fn attempt(access: &Access, endpoint: &Endpoint, name: &str, left: Duration) -> Result<Connection, Attempt> {
     // Whether an address took the connection, and what the last one that didn't said.
     let dials: Arc<Mutex<(bool, String)>> = Arc::default();
-    let (endpoints, note) = (access.endpoints.clone(), Arc::clone(&dials));
+    let sockets = Sockets::default();
+    let (endpoints, note, counted) = (access.endpoints.clone(), Arc::clone(&dials), sockets.clone());
     let connector = tower::service_fn(move |_: Uri| {
-        let (endpoints, note) = (endpoints.clone(), Arc::clone(&note));
+        let (endpoints, note, begun) = (endpoints.clone(), Arc::clone(&note), counted.begin());
         async move {
             let dialed = dial(&endpoints).await;
             match &dialed {
                 Ok(_) => note.lock().0 = true,
                 Err(error) => note.lock().1 = error.to_string(),
             }
-            dialed.map(|stream| TokioIo::new(Kept { _mark: Marked::new(&stream), stream }))
+            dialed.map(|stream| TokioIo::new(begun.carry(stream)))
         }
     });
     let hello = async {
@@ -318,17 +293,18 @@ async fn attempt(access: &Access, endpoint: &Endpoint, name: &str, left: Duratio
             }),
         }
     };
-    let answer = timeout(left, hello).await;
+    let answer = timeout(left, sockets.unless_ended(hello)).await;
     let (taken, why) = dials.lock().clone();
     match answer {
-        Ok(Ok((client, pb::HelloReply { instance, silence_ms, .. }))) => {
+        Ok(Ok(Ok((client, pb::HelloReply { instance, silence_ms, .. })))) => {
             let silence = wire::duration(silence_ms.max(1));
-            Ok(Connection { client, endpoint: name.into(), instance, silence })
+            Ok(Connection { client, sockets, endpoint: name.into(), instance, silence })
         }
-        Ok(Err(failed)) if taken => Err(failed),
-        Ok(Err(_)) => Err(Attempt::Absent(why)),
-        Err(_) if taken || why.is_empty() => Err(Attempt::Cut(taken)),
-        Err(_) => Err(Attempt::Absent(why)),
+        Ok(Ok(Err(failed))) if taken => Err(failed),
+        Ok(Err(Ended)) if taken => Err(Attempt::Closed(closed(name.to_owned()))),
+        Err(_) if taken => Err(Attempt::Cut(if sockets.none() { Seen::Closed } else { Seen::Open })),
+        Err(_) if why.is_empty() => Err(Attempt::Cut(Seen::Nothing)),
+        Ok(_) | Err(_) => Err(Attempt::Absent(why)),
     }
 }
 

@@ -4,6 +4,7 @@ mod connect;
 mod error;
 mod line;
 mod live;
+mod sockets;
 mod store;
 mod stream;
 
