@@ -22,7 +22,7 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity
 use tonic::{Request, Status};
 
 use super::error::Error;
-use super::sockets::{Ended, Sockets};
+use super::sockets::Sockets;
 use crate::chain;
 use crate::refusal::Refusal;
 use crate::secret::{Tls, Token};
@@ -192,7 +192,10 @@ pub(crate) async fn connect(access: &Access) -> Result<Connection, Error> {
                 Attempt::Absent(why) => Error::Absent { endpoint: name, waited, why },
                 Attempt::Closed(error) | Attempt::Final(error) => error,
                 Attempt::Cut(Seen::Open) => Error::Silent { endpoint: name, waited: waited - start },
-                Attempt::Cut(Seen::Closed) => closed(name),
+                Attempt::Cut(Seen::Closed) => {
+                    let why = "it closed the connection".to_owned();
+                    Error::NotPodring { endpoint: name, why, closed: true }
+                }
                 Attempt::Cut(Seen::Nothing) => {
                     Error::Absent { endpoint: name, waited, why: "no address answered".to_owned() }
                 }
@@ -260,10 +263,6 @@ enum Seen {
     Closed,
 }
 
-fn closed(endpoint: String) -> Error {
-    Error::NotPodring { endpoint, why: "it closed the connection".to_owned(), closed: true }
-}
-
 async fn attempt(access: &Access, endpoint: &Endpoint, name: &str, left: Duration) -> Result<Connection, Attempt> {
     // Whether an address took the connection, and what the last one that didn't said.
     let dials: Arc<Mutex<(bool, String)>> = Arc::default();
@@ -285,7 +284,7 @@ async fn attempt(access: &Access, endpoint: &Endpoint, name: &str, left: Duratio
         let mut client = RendezvousClient::with_interceptor(channel, Credentials(access.token.clone()))
             .max_decoding_message_size(access.message_bytes)
             .max_encoding_message_size(access.message_bytes);
-        match client.hello(pb::HelloRequest {}).await {
+        match sockets.answer(client.hello(pb::HelloRequest {})).await {
             Ok(reply) => Ok((client, reply.into_inner())),
             Err(status) => Err(match wire::refusal(&status) {
                 Some(refusal) => Attempt::Final(Error::Refused { call: "hello", refusal }),
@@ -293,18 +292,17 @@ async fn attempt(access: &Access, endpoint: &Endpoint, name: &str, left: Duratio
             }),
         }
     };
-    let answer = timeout(left, sockets.unless_ended(hello)).await;
+    let answer = timeout(left, hello).await;
     let (taken, why) = dials.lock().clone();
     match answer {
-        Ok(Ok(Ok((client, pb::HelloReply { instance, silence_ms, .. })))) => {
+        Ok(Ok((client, pb::HelloReply { instance, silence_ms, .. }))) => {
             let silence = wire::duration(silence_ms.max(1));
             Ok(Connection { client, sockets, endpoint: name.into(), instance, silence })
         }
-        Ok(Ok(Err(failed))) if taken => Err(failed),
-        Ok(Err(Ended)) if taken => Err(Attempt::Closed(closed(name.to_owned()))),
+        Ok(Err(failed)) if taken => Err(failed),
         Err(_) if taken => Err(Attempt::Cut(if sockets.none() { Seen::Closed } else { Seen::Open })),
         Err(_) if why.is_empty() => Err(Attempt::Cut(Seen::Nothing)),
-        Ok(_) | Err(_) => Err(Attempt::Absent(why)),
+        Ok(Err(_)) | Err(_) => Err(Attempt::Absent(why)),
     }
 }
 

@@ -12,7 +12,6 @@ use tonic::{Status, Streaming};
 
 use super::connect::{Access, Connection, call_error, connect};
 use super::error::Error;
-use super::sockets::Ended;
 use crate::decide::roster::{Announcement, Event, Failure, World};
 use crate::refusal::{Lost, Refusal};
 use crate::{chain, wire};
@@ -150,20 +149,18 @@ async fn stream(
     }
     let mut client = connection.client.clone();
     // Answered when the announcement is: a refusal is this call's.
-    let joining = connection.sockets.unless_ended(client.join(ReceiverStream::new(said)));
+    let joining = connection.sockets.answer(client.join(ReceiverStream::new(said)));
     let mut events = match timeout(connection.silence, joining).await {
-        Ok(Ok(Ok(events))) => events.into_inner(),
-        Ok(Ok(Err(status))) => return end("join", connection, &status),
-        Ok(Err(Ended)) => return End::Broken("the connection ended as this host announced itself".to_owned()),
+        Ok(Ok(events)) => events.into_inner(),
+        Ok(Err(status)) => return end("join", connection, &status),
         Err(_) => return End::Broken(format!("no answer to the announcement for {:?}", connection.silence)),
     };
     let session = announcement.agent.to_le_bytes().to_vec();
     let (beat, beats) = mpsc::channel(16);
-    let beating = connection.sockets.unless_ended(client.heartbeat(ReceiverStream::new(beats)));
+    let beating = connection.sockets.answer(client.heartbeat(ReceiverStream::new(beats)));
     let mut echoes: Streaming<pb::Beat> = match timeout(connection.silence, beating).await {
-        Ok(Ok(Ok(echoes))) => echoes.into_inner(),
-        Ok(Ok(Err(status))) => return end("heartbeat", connection, &status),
-        Ok(Err(Ended)) => return End::Broken("the connection ended as the heartbeat began".to_owned()),
+        Ok(Ok(echoes)) => echoes.into_inner(),
+        Ok(Err(status)) => return end("heartbeat", connection, &status),
         Err(_) => return End::Broken(format!("no heartbeat stream for {:?}", connection.silence)),
     };
     let mut pulse = interval((connection.silence / 4).max(Duration::from_millis(1)));

@@ -16,6 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::time::timeout;
+use tonic::Status;
 
 /// So long a call waits with no connection open or being made. A channel that is to connect anew begins at once, so this
 /// is for a machine that stood still.
@@ -24,10 +25,6 @@ const SETTLED: Duration = Duration::from_secs(1);
 /// The connections of one channel.
 #[derive(Clone, Default)]
 pub(super) struct Sockets(Arc<watch::Sender<usize>>);
-
-/// Nothing will be heard of a call: its connection has ended, and no other is being made.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Ended;
 
 impl Sockets {
     /// Counts one from now on, which is being made.
@@ -41,12 +38,13 @@ impl Sockets {
         *self.0.borrow() == 0
     }
 
-    /// Waits for a call.
-    pub(super) async fn unless_ended<F: Future>(&self, call: F) -> Result<F::Output, Ended> {
+    /// Waits for a call's answer. That nothing will be heard of it any more is told as the client tells of a connection
+    /// that closes under a call.
+    pub(super) async fn answer<T>(&self, call: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
         tokio::select! {
             biased;
-            output = call => Ok(output),
-            () = self.settled() => Err(Ended),
+            answer = call => answer,
+            () = self.settled() => Err(Status::unavailable("connection closed as the call was made")),
         }
     }
 
@@ -124,15 +122,16 @@ mod tests {
 
     use podring_proto::rendezvous_client::RendezvousClient;
     use tokio::time::{Instant, sleep};
-    use tonic::{Response, Status};
+    use tonic::{Code, Response};
 
     use super::super::connect::{Connection, Credentials};
     use super::super::error::Error;
     use super::*;
 
-    /// A call that nobody answers, for at most ten seconds.
-    async fn forgotten(sockets: &Sockets) -> Option<Result<(), Ended>> {
-        timeout(SETTLED * 10, sockets.unless_ended(pending())).await.ok()
+    /// What becomes of a call that nobody answers, within ten times the pause.
+    async fn forgotten(sockets: &Sockets) -> Option<Code> {
+        let call = sockets.answer(pending::<Result<(), Status>>());
+        timeout(SETTLED * 10, call).await.ok().map(|answer| answer.unwrap_err().code())
     }
 
     fn paused<F: Future>(body: F) -> F::Output {
@@ -150,7 +149,7 @@ mod tests {
             drop(second);
             assert!(sockets.none());
             let began = Instant::now();
-            assert_eq!(forgotten(&sockets).await, Some(Err(Ended)));
+            assert_eq!(forgotten(&sockets).await, Some(Code::Unavailable));
             assert!(began.elapsed() < SETTLED * 2);
         });
     }
@@ -168,7 +167,7 @@ mod tests {
             assert_eq!(answer, None);
             assert!(!sockets.none());
             drop(begun);
-            assert_eq!(forgotten(&sockets).await, Some(Err(Ended)));
+            assert_eq!(forgotten(&sockets).await, Some(Code::Unavailable));
         });
     }
 
@@ -180,13 +179,12 @@ mod tests {
             let (sockets, silence) = (Sockets::default(), Duration::from_secs(10));
             let connection = Connection { client, sockets, endpoint: "host:1".into(), instance: 1, silence };
             let answer = connection.call("barrier", SETTLED * 10, |_| pending::<Result<Response<()>, Status>>()).await;
-            let how = "the connection ended as barrier was called".to_owned();
-            assert_eq!(answer, Err(Error::CoordinatorLost { endpoint: "host:1".to_owned(), how }));
+            assert!(matches!(&answer, Err(Error::CoordinatorLost { how, .. }) if how.contains("closed")), "{answer:?}");
         });
     }
 
     #[test]
     fn an_answer_counts_without_a_connection() {
-        paused(async { assert_eq!(Sockets::default().unless_ended(ready(7)).await, Ok(7)) });
+        paused(async { assert_eq!(Sockets::default().answer(ready(Ok(7))).await.unwrap(), 7) });
     }
 }

@@ -13,7 +13,6 @@ use tonic::{Response, Status};
 use super::connect::{Access, Client, Connection, call_error, connect};
 use super::error::Error;
 use super::line;
-use super::sockets::Ended;
 use super::stream::Streams;
 use crate::refusal::Refusal;
 use crate::{runtime, wire};
@@ -345,13 +344,9 @@ impl Connection {
     where
         F: Future<Output = Result<Response<T>, Status>>,
     {
-        match timeout(limit, self.sockets.unless_ended(act(self.client.clone()))).await {
-            Ok(Ok(Ok(reply))) => Ok(reply.into_inner()),
-            Ok(Ok(Err(status))) => Err(call_error(call, &self.endpoint, &status)),
-            Ok(Err(Ended)) => {
-                let how = format!("the connection ended as {call} was called");
-                Err(Error::CoordinatorLost { endpoint: self.endpoint.to_string(), how })
-            }
+        match timeout(limit, self.sockets.answer(act(self.client.clone()))).await {
+            Ok(Ok(reply)) => Ok(reply.into_inner()),
+            Ok(Err(status)) => Err(call_error(call, &self.endpoint, &status)),
             Err(_) => Err(Error::Timeout { call, endpoint: self.endpoint.to_string(), waited: limit }),
         }
     }
